@@ -1,0 +1,56 @@
+# graphc: `make` shows the targets. Everything runs in $(VENV), which is made on first use.
+VENV   ?= .venv
+PYTHON ?= python3
+JOBS   ?= 1
+PY     := $(VENV)/bin/python
+GRAPHC := $(VENV)/bin/graphc
+STAMP  := $(VENV)/.installed
+
+# where Linux gets the CPU build of torch (constraints.txt pins "+cpu"); asked for torch alone
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
+
+# one OpenMP thread: the tests compare single-threaded kernels, and two pools fight over few cores
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test quick lint check bench conformance clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP) ## set up .venv with graphc and its tools (VENV=... for another place)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	$(PIP_INSTALL) -e ".[dev,hf,bench]"
+	touch $@
+
+demo: venv ## build, run and inspect the built-in model; a second time compiles nothing
+	$(GRAPHC) demo
+
+test: venv ## run all tests
+	$(PY) -m pytest
+
+quick: venv ## run the tests that take seconds
+	$(PY) -m pytest -m "not heavy"
+
+lint: venv ## ruff, format, mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+check: lint ## lint, pyright, then all tests with warnings as errors
+	$(VENV)/bin/pyright
+	$(PY) -m pytest
+
+bench: venv ## time the built-in model against eager torch and ONNX Runtime
+	$(GRAPHC) bench demo --vs eager,ort
+
+conformance: venv ## run the suites in SUITES=folder, print one table and one JSON
+	@test -n "$(SUITES)" || { echo "usage: make conformance SUITES=folder" >&2; exit 2; }
+	$(PY) benchmarks/conformance.py --suites "$(SUITES)"
+
+clean: ## remove .venv and what tools left behind (not the kernel cache: `graphc cache clear`)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

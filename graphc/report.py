@@ -1,0 +1,218 @@
+"""What a build did, as data: the text, the JSON and the charts of the commands are views of it.
+
+Written to `report.json` of a plan. Fields are only added, never renamed; `BuildReport.format`
+counts the changes that a reader must know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from graphc.errors import DamagedError
+
+FORMAT = 1
+
+
+class Match(msgspec.Struct, frozen=True):
+    """A place where a rule applied: the rule, the graph node, the user's source line."""
+
+    rule: str
+    node: str
+    where: str = ""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A place where a rule's pattern fitted and its check said no, and why."""
+
+    rule: str
+    node: str
+    reason: str
+    where: str = ""
+
+
+class PassRecord(msgspec.Struct, frozen=True):
+    """One pass on one phase. `launches_removed` counts operators that no longer run on their own;
+    `bytes_removed` is intermediate traffic at the largest bucket. max_abs/max_rel are the largest
+    differences of any output against the graph before the pass; None when not verified."""
+
+    name: str
+    phase: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    options: dict[str, object] = {}
+    matches: list[Match] = []
+    refusals: list[Refusal] = []
+    launches_removed: int = 0
+    bytes_removed: int = 0
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+
+class KernelRecord(msgspec.Struct, frozen=True):
+    """One kernel symbol. `steps` counts its uses over all programs; `source` is the file under
+    sources/; `cached` says that its object came from the cache."""
+
+    symbol: str
+    source: str
+    steps: int
+    cached: bool
+    label: str = ""
+    nodes: list[str] = []
+    where: list[str] = []
+    seconds: float = 0.0
+
+
+class FallbackRecord(msgspec.Struct, frozen=True):
+    """An operator that runs through torch because nothing native takes it."""
+
+    target: str
+    node: str
+    reason: str
+    where: str = ""
+    phase: str = ""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A buffer in the arena: live from Step `first` to Step `last`, both inclusive, at bytes
+    [offset, offset + nbytes) when every symbol is at the bucket's limit."""
+
+    name: str
+    first: int
+    last: int
+    offset: int
+    nbytes: int
+
+
+class MemoryRecord(msgspec.Struct, frozen=True):
+    """The arena of one phase and bucket, in bytes. `lower_bound` is the largest sum of buffers
+    alive at one Step; `naive_bytes` the sum of all buffers."""
+
+    phase: str
+    bucket: str
+    arena_bytes: int
+    lower_bound: int
+    naive_bytes: int
+    steps: int
+    intervals: list[Interval] = []
+
+
+class BucketRecord(msgspec.Struct, frozen=True):
+    """One program of the plan: its limits by symbol and what it consists of."""
+
+    phase: str
+    name: str
+    limits: dict[str, int]
+    steps: int
+    kernels: int
+    fallbacks: int
+
+
+class SymbolRecord(msgspec.Struct, frozen=True):
+    """A length known only at run time, with its captured range."""
+
+    name: str
+    minimum: int
+    maximum: int
+
+
+class CompileRecord(msgspec.Struct, frozen=True):
+    """Translation units: all that the plan needs, those found in the cache, those compiled."""
+
+    units: int
+    hits: int
+    compiled: int
+    seconds: float
+    compiler: str = ""
+    isa: str = ""
+
+
+class StageRecord(msgspec.Struct, frozen=True):
+    """Wall-clock seconds of one stage of the build: capture, passes, lowering, compile, write."""
+
+    name: str
+    seconds: float
+
+
+class BuildReport(msgspec.Struct, frozen=True):
+    """Everything `graphc inspect` shows that the plan's own tables don't hold.
+
+    model: the MODEL argument. source: "python", "pt2", "onnx", "huggingface" or "module".
+    """
+
+    model: str
+    source: str
+    version: str
+    symbols: list[SymbolRecord]
+    stages: list[StageRecord]
+    passes: list[PassRecord]
+    buckets: list[BucketRecord]
+    memory: list[MemoryRecord]
+    kernels: list[KernelRecord]
+    fallbacks: list[FallbackRecord]
+    compile: CompileRecord
+    weights_bytes: int = 0
+    weights: int = 0
+    notes: list[str] = []
+    format: int = FORMAT
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of the whole build."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def to_json(self) -> bytes:
+        """Indented JSON, the same bytes for the same report."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain dicts, lists and scalars: what `--json` prints."""
+        result: dict[str, object] = msgspec.to_builtins(self)
+        return result
+
+    @staticmethod
+    def from_json(data: bytes, where: str = "report.json") -> BuildReport:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            DamagedError: the bytes are no report of this format.
+        """
+        try:
+            report = msgspec.json.decode(data, type=BuildReport)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise DamagedError(
+                f"expected a build report, found damaged JSON: {error}",
+                where=where,
+                hint="build the plan again",
+            ) from None
+        if report.format != FORMAT:
+            raise DamagedError(
+                f"expected a report of format {FORMAT}, found {report.format}",
+                where=where,
+                hint="build the plan again",
+            )
+        return report
+
+    @staticmethod
+    def load(path: Path) -> BuildReport:
+        """Reads `report.json`; raises DamagedError if it's missing or damaged."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DamagedError(
+                f"expected a build report, found: {error.strerror}",
+                where=str(path),
+                hint="build the plan again",
+            ) from None
+        return BuildReport.from_json(data, str(path))
+
+
+def matches_by_rule(matches: Iterable[Match]) -> dict[str, int]:
+    """How often each rule applied, most frequent first."""
+    counts: dict[str, int] = {}
+    for match in matches:
+        counts[match.rule] = counts.get(match.rule, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

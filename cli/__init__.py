@@ -1,0 +1,1 @@
+"""The command line: one file a command, options in, one call into the library, one view out."""

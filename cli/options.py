@@ -1,0 +1,167 @@
+"""Options that several commands share, and the call of `graphc.api.build` they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.progress import progress
+from graphc.report import BuildReport
+
+Command = Callable[..., Any]
+
+_BUILD_OPTIONS = [
+    click.option(
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="NAME=DTYPE[DIMS]",
+        help="Type of an input, e.g. x=f32[1,T,384]; a name in DIMS is a length free at run time.",
+    ),
+    click.option(
+        "--dynamic",
+        multiple=True,
+        metavar="T=MIN:MAX",
+        help="Range of a free length; [INPUT.AXIS=]T=1:2048 frees that axis.",
+    ),
+    click.option(
+        "--bucket",
+        "buckets",
+        multiple=True,
+        metavar="NAME",
+        help="Bucket to plan for: a name of shapes.yaml, a number, or T=4096. Repeatable.",
+    ),
+    click.option("--phase", help="Phase of shapes.yaml, e.g. prefill or decode."),
+    click.option("--dtype", help="Convert floating-point weights, e.g. bfloat16."),
+    click.option(
+        "--shapes",
+        type=click.Path(path_type=Path),
+        help="Shapes file [./shapes.yaml, else built in].",
+    ),
+    click.option(
+        "--disable-pass",
+        "disable_pass",
+        multiple=True,
+        metavar="NAME",
+        help="Leave out a pass. Repeatable.",
+    ),
+    click.option(
+        "--pass",
+        "pass_options",
+        multiple=True,
+        metavar="NAME{K=V}",
+        help="Options of a pass. Repeatable.",
+    ),
+    click.option("--require-cached", is_flag=True, help="Exit 9 instead of compiling anything."),
+    click.option("--jobs", type=click.IntRange(1), help="Compiles at the same time [all cores]."),
+    click.option(
+        "--isa",
+        type=click.Choice(["native", "avx512", "avx2", "portable"]),
+        help="Instruction set to build for [this machine's].",
+    ),
+]
+
+
+def build_options(function: Command) -> Command:
+    """Adds the options of a build to a command; they arrive in `BuildOptions.of(kwargs)`."""
+    for option in reversed(_BUILD_OPTIONS):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The options of a build, as given on the command line."""
+
+    inputs: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
+    buckets: tuple[str, ...] = ()
+    phase: str | None = None
+    dtype: str | None = None
+    shapes: Path | None = None
+    disable_pass: tuple[str, ...] = ()
+    pass_options: tuple[str, ...] = ()
+    require_cached: bool = False
+    jobs: int | None = None
+    isa: str | None = None
+
+    def build(
+        self,
+        model: str,
+        output: Path,
+        *,
+        verify: bool = False,
+        dump_passes: Path | None = None,
+        quiet: bool = False,
+    ) -> BuildReport:
+        """Builds `model` into the folder `output`, with progress on a terminal."""
+        check_model(model)
+        from graphc import api
+
+        with progress(quiet) as show:
+            return api.build(
+                model,
+                output,
+                shapes=self.shapes,
+                inputs=list(self.inputs) or None,
+                dynamic=list(self.dynamic) or None,
+                phase=self.phase,
+                buckets=list(self.buckets) or None,
+                dtype=self.dtype,
+                disable_pass=list(self.disable_pass),
+                pass_options=list(self.pass_options),
+                verify=verify,
+                dump_passes=dump_passes,
+                require_cached=self.require_cached,
+                jobs=self.jobs,
+                isa=None if self.isa == "native" else self.isa,
+                progress=show,
+            )
+
+
+def check_model(model: str) -> None:
+    """Refuses a MODEL argument that can't be any of the known forms, before torch is imported.
+
+    Forms: "demo", "pkg.mod:factory", "file.py:factory", "x.pt2", "x.onnx", a checkpoint folder.
+
+    Raises:
+        UsageError: no such file; names that are close are offered.
+    """
+    from difflib import get_close_matches
+
+    from graphc.errors import UsageError
+
+    path, colon, factory = model.rpartition(":")
+    if model == "demo":
+        return
+    if colon and not path.endswith(".py"):
+        if all(part.isidentifier() for part in (*path.split("."), factory)):
+            return
+    if colon and path.endswith(".py"):
+        file = Path(path)
+        if not factory.isidentifier():
+            raise UsageError(f"expected FILE.py:FACTORY, found {model!r}")
+    else:
+        file = Path(model)
+    if file.exists():
+        if file.is_dir() or file.suffix in {".onnx", ".pt2"} or (colon and file.suffix == ".py"):
+            return
+        hint = f"name the factory: {model}:FACTORY" if file.suffix == ".py" else _FORMS
+        raise UsageError(f"expected a model, found {model!r}", hint=hint)
+    folder = file.parent
+    beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    close = get_close_matches(file.name, [*beside, "demo"], n=3, cutoff=0.5)
+    names = ", ".join(
+        name if name == "demo" and "demo" not in beside else str(folder / name) for name in close
+    )
+    raise UsageError(
+        f"expected a model, found no file {str(file)!r}",
+        hint=f"did you mean: {names}?" if names else _FORMS,
+    )
+
+
+_FORMS = "MODEL is demo, pkg.mod:factory, file.py:factory, x.pt2, x.onnx or a checkpoint folder"

@@ -1,0 +1,209 @@
+"""The Plan on disk: what `graphc build` writes and a Session runs.
+
+A plan is a folder:
+
+    plan.json          manifest (this module's `Plan`), JSON, no pickle
+    weights.bin        all weights, each at a 4096-byte aligned offset, mapped at load
+    kernels.so         the kernels of every bucket and the native executor
+    report.json        what the passes did (graphc.report)
+    graph.txt          the graph after all passes, canonical text
+    sources/*.cpp      the generated kernel sources
+
+Every file but plan.json itself is listed in `Plan.files` with its SHA-256; plan.json is written
+last and carries a digest of its own payload, so a half-written plan is never taken for a plan.
+
+Every integer that may depend on a length is an index into `Program.expressions`: a postfix
+program over int64, whose items are an int (constant), "s<k>" (value of symbol k) or an operator
+(`OPERATORS`). Constants are expressions too.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FORMAT_VERSION = 1
+ABI_VERSION = 1  # must equal GC_ABI_VERSION in graphc/kernels/abi.h
+
+#: postfix operators of expressions; floor division and modulo follow Python's sign rules.
+#: Comparisons and logic give 0 or 1. "select" takes (condition, a, b).
+OPERATORS = ("+", "-", "*", "//", "%", "min", "max", "==", "!=", "<", "<=", "and", "or", "not",
+             "neg", "abs", "pow", "select")  # fmt: skip
+
+Expression = list[int | str]
+
+
+class Symbol(msgspec.Struct, frozen=True):
+    """A named length. `input`/`dim` say which input's dimension binds it; -1 for a symbol bound by
+    a fallback Step's result (a size that depends on data)."""
+
+    name: str
+    minimum: int
+    maximum: int
+    input: int = -1
+    dim: int = -1
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """A boundary tensor (input, output or state).
+
+    dtype is torch's name without the prefix ("float32", "bfloat16", "int64", "bool", ...).
+    shape holds expression indices; text is the same for people, e.g. ["1", "T", "384"].
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    text: list[str]
+
+
+class State(msgspec.Struct, frozen=True):
+    """A buffer that lives across runs. `weight` is the index of its initial value in
+    `Plan.weights` (-1: zeros)."""
+
+    tensor: Tensor
+    weight: int
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """A constant in weights.bin: byte offset and size; shape/dtype as stored; `layout` names a
+    packed form ("" for plain row-major)."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+    layout: str = ""
+    origin: str = ""
+
+
+class Buffer(msgspec.Struct, frozen=True):
+    """Memory of one value.
+
+    kind: "input" | "output" | "weight" | "state" (index = position in that table),
+    "arena" (offset = byte offset in the arena), "external" (made by a fallback Step and owned by
+    it), "dynamic" (its size depends on a data-dependent symbol: allocated when known).
+    nbytes is an expression index. first/last are the Step indices between which it is live.
+    """
+
+    kind: str
+    index: int
+    offset: int
+    nbytes: int
+    first: int = 0
+    last: int = 0
+    name: str = ""
+
+
+class Kernel(msgspec.Struct, frozen=True):
+    """A Step that calls one native kernel over [0, range)."""
+
+    symbol: str
+    pointers: list[tuple[int, int]]  # (buffer, expression index of the byte offset)
+    immediates: list[int]  # expression indices
+    range: int  # expression index
+    grain: int  # smallest range worth handing to a thread
+    scratch: int  # expression index: bytes per thread
+    reads: list[int]  # buffers
+    writes: list[int]
+    label: str = ""
+    source: str = ""  # file under sources/
+    nodes: list[str] = []  # graph nodes it computes
+    flops: int = -1  # expression index or -1
+    traffic: int = -1  # expression index of bytes moved, or -1
+
+
+class Fallback(msgspec.Struct, frozen=True):
+    """A Step that calls one ATen operator through torch.
+
+    arguments/keywords are JSON trees whose tensor leaves are
+    {"buffer": b, "dtype": d, "shape": [e..], "strides": [e..], "offset": e}, integers that depend
+    on a length {"expr": e}, special values {"dtype": name}, {"device": "cpu"},
+    {"memory_format": name}, {"layout": name}, {"float": "inf"|"-inf"|"nan"},
+    {"complex": [re, im]}; all else is literal JSON.
+    outputs[i] is the external buffer that receives result i (-1: result not needed), with its
+    dtype in output_dtypes[i] and the strides the graph expects (expression indices; the runtime
+    copies if torch answers with others). binds lists (symbol, output, dim) to read off after the
+    call; an entry with dim -1 reads the value of a one-element integer output.
+    """
+
+    target: str  # "aten.nonzero.default"
+    arguments: list[object]
+    keywords: dict[str, object]
+    outputs: list[int]
+    output_dtypes: list[str]
+    output_shapes: list[list[int]]
+    output_strides: list[list[int]]
+    binds: list[tuple[int, int, int]] = []
+    label: str = ""
+    nodes: list[str] = []
+    reason: str = ""
+    reads: list[int] = []
+
+
+class Step(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one of the two is set."""
+
+    kernel: Kernel | None = None
+    fallback: Fallback | None = None
+
+
+class Output(msgspec.Struct, frozen=True):
+    """How result leaf i is made: kind "buffer" (index = buffer of kind output or external),
+    "input" (the caller's own object, untouched), "constant" (value is a JSON scalar or null),
+    "expression" (a Python int: expression index)."""
+
+    tensor: Tensor | None
+    kind: str
+    index: int = -1
+    value: object = None
+
+
+class Program(msgspec.Struct, frozen=True):
+    """The step table of one phase and bucket. `limits` gives the largest value of each symbol."""
+
+    phase: str
+    bucket: str
+    limits: dict[str, int]
+    expressions: list[Expression]
+    input_shapes: list[list[int]]  # expression indices per input, in this program's table
+    output_shapes: list[list[int]]
+    guards: list[tuple[int, str]]  # (expression that must be non-zero, text for people)
+    buffers: list[Buffer]
+    steps: list[Step]
+    arena_bytes: int
+    lower_bound: int  # max over steps of live arena bytes
+    naive_bytes: int  # sum of all arena buffers
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What the plan needs of a machine: architecture and cpuinfo flag names."""
+
+    architecture: str
+    features: list[str]
+    isa: str
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The manifest. Trees of inputs and outputs are JSON: {"tuple": [..]}, {"list": [..]},
+    {"dict": [[key, tree], ..]}, {"leaf": i} (input or output i), {"const": scalar} (inputs: a
+    Python scalar fixed at capture; another value is rejected), null for None."""
+
+    format: int
+    abi: int
+    version: str  # graphc version
+    model: str
+    machine: Machine
+    symbols: list[Symbol]
+    inputs: list[Tensor]  # shape indices refer to programs[0].expressions
+    outputs: list[Output]
+    arguments: object  # {"tuple": [..]} of positional inputs
+    keywords: object  # {"dict": [[name, tree], ..]}
+    results: object
+    mutated_inputs: list[int]
+    states: list[State]
+    weights: list[Weight]
+    programs: list[Program]
+    files: dict[str, str]
+    uses_torch: bool  # some Step is a fallback
+    positional_names: list[str] = []  # parameter name of each positional argument

@@ -1,0 +1,1 @@
+"""A Plan at work: the native executor and its Session. Imports no torch and no compiler."""

@@ -1,0 +1,166 @@
+"""Kernels of indexing, sorting, scans, windows, resizing and recurrence against eager torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.kernel_harness import available_isas, lookup, run_rule
+
+import graphc.lowering.templates.indexing
+import graphc.lowering.templates.scattering  # noqa: F401
+from graphc.lowering.context import Refuse
+
+torch.set_num_threads(1)
+ISAS = available_isas()
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.float64: 1e-13,
+    torch.bfloat16: 1.6e-2,
+    torch.float16: 2e-3,
+}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def strip(argument: Any) -> Any:
+    return [strip(a) for a in argument] if isinstance(argument, list) else argument
+
+
+def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.rand(shape) > 0.5
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    low = 0 if dtype is torch.uint8 else -9
+    return torch.randint(low, 9, shape).to(dtype)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 1.0) -> None:
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    tolerance = TOLERANCE.get(theirs.dtype, 0.0) * scale
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def check(
+    isa: str, name: str, args: Sequence[Any], scale: float = 1.0, symbols: Any = None, **kw: Any
+) -> None:
+    """Our results against eager torch's."""
+    eager = lookup(name)(*args, **kw)
+    ours = run_rule(name, args, kw, isa=isa, symbols=symbols)
+    expected = eager if isinstance(eager, tuple | list) else (eager,)
+    assert len(ours) == len(expected)
+    for a, b in zip(ours, expected, strict=True):
+        close(a, b, scale)
+
+
+def refused(name: str, args: Sequence[Any], **kw: Any) -> None:
+    with pytest.raises(Refuse):
+        run_rule(name, args, kw, isa=ISAS[-1])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS, torch.bool], ids=str)
+def test_gather_family(isa: str, dtype: torch.dtype) -> None:
+    x = sample(dtype, 7, 5, 6)
+    i = torch.tensor([3, -1, 0, 3])
+    symbols = {(0, 0): "a", (0, 1): "b"}
+    for y in (x, x.transpose(0, 2).contiguous().transpose(0, 2)):
+        check(isa, "aten.index_select.default", [y, 1, i.abs()])
+        check(isa, "aten.index_select.default", [y, -1, i.abs().int()], symbols=symbols)
+        check(isa, "aten.index.Tensor", [y, [i, None, i[:, None]]], symbols=symbols)
+        check(isa, "aten.index.Tensor", [y, [None, i[:, None], i]])
+        check(isa, "aten.index.Tensor", [y, [i.view(2, 2)]])
+        check(isa, "aten.index.Tensor", [y, [i, i, i]])
+        check(isa, "aten.take.default", [y, i.view(2, 2)])
+        g = torch.randint(0, 5, (4, 9, 6))
+        check(isa, "aten.gather.default", [y, 1, g])
+        check(isa, "aten.gather.default", [y, 2, torch.randint(0, 6, (7, 5, 33))])
+    check(isa, "aten.embedding.default", [x[0], torch.randint(0, 5, (3, 4))])
+
+
+def test_gather_edges(isa: str) -> None:
+    x = torch.randn(4, 3)
+    check(isa, "aten.embedding.default", [x.t(), torch.tensor(2)])
+    check(isa, "aten.embedding.default", [x, torch.zeros(0, 2, dtype=torch.int64)])
+    check(isa, "aten.index.Tensor", [x, [torch.zeros(0, dtype=torch.int64)]])
+    check(isa, "aten.index.Tensor", [torch.randn(70000), [torch.randint(0, 70000, (70001,))]])
+    check(isa, "aten.gather.default", [torch.tensor(2.0), 0, torch.zeros(3, dtype=torch.int64)])
+    check(isa, "aten.gather.default", [x[0], 0, torch.tensor(2)])
+    check(isa, "aten.index_select.default", [torch.tensor(2.0), 0, torch.tensor([0])])
+    check(isa, "aten.index_select.default", [x, 0, torch.tensor(1)])
+    refused("aten.index.Tensor", [x, [x > 0]])
+    # an index outside reads a valid element (torch raises): nothing foreign is touched
+    rows = torch.tensor([0, 1])
+    context_rows = run_rule("aten.index.Tensor", [x, [rows]], isa=isa)[0]
+    close(context_rows, x[:2])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS], ids=str)
+def test_scatter_family(isa: str, dtype: torch.dtype) -> None:
+    x, s = sample(dtype, 6, 5, 4), sample(dtype, 6, 5, 4)
+    symbols = {(0, 0): "a", (0, 2): "b"}
+    for dim in (0, 1, -1):
+        i = torch.randint(0, 4, (5, 4, 3))
+        check(isa, "aten.scatter.src", [x, dim, torch.sort(i, dim)[0], s])
+        check(isa, "aten.scatter.value", [x.transpose(0, 1), dim, i, 3])
+        check(isa, "aten.scatter_add.default", [x, dim, i, s.transpose(0, 2).contiguous()
+              .transpose(0, 2)], symbols=symbols)  # fmt: skip
+        check(isa, "aten.scatter.value_reduce", [x, dim, i, 2], reduce="multiply")
+        check(isa, "aten.scatter.reduce", [x, dim, i, s], reduce="add")
+        for op in ("sum", "prod", "amax", "amin", "mean"):
+            for include in (True, False):
+                check(isa, "aten.scatter_reduce.two", [x, dim, i, s, op], include_self=include)
+        j = torch.randint(0, 4, (3,))
+        part = s.narrow(dim, 0, 3)
+        check(isa, "aten.index_add.default", [x, dim, j, part], alpha=2, scale=4.0)
+        check(isa, "aten.index_copy.default", [x, dim, torch.tensor([2, 0, 3]), part])
+        check(isa, "aten.index_fill.int_Scalar", [x, dim, j, 2])
+        check(isa, "aten.index_reduce.default", [x, dim, j, part, "amax"], include_self=False)
+
+
+def test_index_put(isa: str) -> None:
+    x = torch.randn(6, 5, 4)
+    i, j = torch.tensor([1, -1, 1]), torch.tensor([0, 3, 0])
+    for accumulate in (True, False):
+        for indices, shape in (
+            ([i], (3, 5, 4)),
+            ([None, i], (6, 1, 4)),
+            ([i, None, j], (3, 5)),
+            ([i, j, j], (3,)),
+            ([i[:, None], j], ()),
+        ):
+            # equal values where an index repeats: torch does not say which write stays
+            v = torch.randn(shape) if accumulate else torch.full(shape, 2.5)
+            check(isa, "aten.index_put.default", [x, indices, v, accumulate])
+            check(isa, "aten.index_put.default", [x.to(torch.int32), indices, v.int(), accumulate])
+    y = x.bfloat16()
+    check(isa, "aten.index_put.default", [y, [i], torch.ones(5, 4).bfloat16(), True], scale=2.0)
+    refused("aten.index_put.default", [x, [x > 0], torch.tensor(1.0)])
+    (ours,) = run_rule(
+        "aten.index_put.default", [x, [torch.tensor([2, 2])], torch.arange(2.0)[:, None, None]],
+        isa=isa,
+    )  # fmt: skip
+    assert bool((ours[2] == 1).all())  # the last write stays
+
+
+def test_slice_scatter(isa: str) -> None:
+    x = torch.randn(6, 5, 4)
+    for dtype in (torch.float32, torch.int8, torch.bfloat16, torch.float64):
+        y = x.to(dtype)
+        check(isa, "aten.slice_scatter.default", [y, y[:, 1:4:2] * 2, 1, 1, 4, 2])
+        check(isa, "aten.slice_scatter.default", [y, y[-3:] * 2, 0, -3])
+        check(isa, "aten.slice_scatter.default", [y, y[:0], 0, 0, 0])
+        check(isa, "aten.select_scatter.default", [y, y[..., 1] * 2, -1, -2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -156,10 +157,9 @@ def _terminate_as_interrupt() -> None:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    try:
+    # ValueError: not the main thread (tests); the host program owns the signals
+    with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:
-        pass  # not the main thread (tests): the host program owns the signals
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ _BUILD_OPTIONS = [
         "--dynamic",
         multiple=True,
         metavar="T=MIN:MAX",
-        help="Range of a free length; [INPUT.AXIS=]T=1:2048 frees that axis.",
+        help="Range of a free length, e.g. T=1:2048.",
     ),
     click.option(
         "--bucket",

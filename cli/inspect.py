@@ -1,0 +1,174 @@
+"""`graphc inspect PLAN [VIEW]`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from cli.plans import PlanFolder
+from cli.render import (
+    bucket_line,
+    compiled,
+    console,
+    duration,
+    fallback_line,
+    lifetime_chart,
+    memory_line,
+    print_json,
+    print_passes,
+    size,
+    table,
+)
+
+VIEWS = ("summary", "passes", "graph", "memory", "kernels", "buckets", "fallbacks")
+
+
+@click.command()
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("view", type=click.Choice(VIEWS), default="summary")
+@click.option("--kernel", metavar="NAME", help="Print the generated source of a kernel.")
+@click.option("--json", "as_json", is_flag=True, help="Print the view as JSON.")
+def inspect(plan: Path, view: str, kernel: str | None, as_json: bool) -> None:
+    """Show what a plan holds and how it came about.
+
+    \b
+    summary    model, inputs and outputs, sizes, what ran from the cache
+    passes     each pass: matches and refusals with reasons and lines of your model
+    graph      the graph after all passes
+    memory     arena, lower bound, and which buffer lives when
+    kernels    each kernel with its uses; --kernel NAME prints its source
+    buckets    the programs of the plan and their limits
+    fallbacks  what runs through torch, and why
+    """
+    folder = PlanFolder.open(plan)
+    if kernel is not None:
+        name, source = folder.source(kernel)
+        if as_json:
+            print_json({"file": name, "source": source})
+        else:
+            click.echo(source, nl=not source.endswith("\n"))
+    elif as_json:
+        print_json(as_data(folder, view))
+    else:
+        _TEXT[view](folder)
+
+
+def as_data(folder: PlanFolder, view: str) -> dict[str, object]:
+    """The `--json` form of a view: parts of the report as they are, plus the plan's tables."""
+    plan, report = folder.plan, folder.report
+    if view == "graph":
+        return {"graph": folder.graph_text()}
+    if view == "summary":
+        summary = {k: v for k, v in report.to_dict().items() if k not in VIEWS}
+        tables = {
+            "inputs": plan.inputs,
+            "outputs": [output.tensor for output in plan.outputs],
+            "states": plan.states,
+            "machine": plan.machine,
+            "uses_torch": plan.uses_torch,
+        }
+        return {**summary, **{k: msgspec.to_builtins(v) for k, v in tables.items()}}
+    return {view: msgspec.to_builtins(getattr(report, view))}
+
+
+def _summary(folder: PlanFolder) -> None:
+    plan, report = folder.plan, folder.report
+    click.echo(f"model      {report.model} ({report.source}), graphc {plan.version}")
+    machine = plan.machine
+    click.echo(f"machine    {machine.architecture}, {machine.isa}, {report.compile.compiler}")
+    for symbol in report.symbols:
+        click.echo(f"symbol     {symbol.name} in [{symbol.minimum}, {symbol.maximum}]")
+    for kind, tensors in (
+        ("input", plan.inputs),
+        ("output", [output.tensor for output in plan.outputs if output.tensor]),
+        ("state", [state.tensor for state in plan.states]),
+    ):
+        for tensor in tensors:
+            click.echo(f"{kind:<10} {tensor.name}: {tensor.dtype}[{', '.join(tensor.text)}]")
+    click.echo(f"weights    {report.weights} in {size(report.weights_bytes)}")
+    if report.passes:
+        first = report.passes[0].nodes_before
+        click.echo(f"operators  {first} captured, {report.passes[-1].nodes_after} after passes")
+    for bucket in report.buckets:
+        click.echo(
+            f"bucket     {bucket_line(bucket.phase, bucket.name, bucket.limits)}: "
+            f"{bucket.steps} steps, {bucket.kernels} kernels, {bucket.fallbacks} fallbacks"
+        )
+    for memory in report.memory:
+        click.echo(f"arena      {memory.phase} {memory.bucket}: {memory_line(memory)}")
+    done = report.compile
+    click.echo(f"kernels    {compiled(done.compiled, done.units, done.hits)}")
+    stages = ", ".join(f"{stage.name} {duration(stage.seconds)}" for stage in report.stages)
+    click.echo(f"built in   {duration(report.seconds)}: {stages}")
+    for note in report.notes:
+        click.echo(f"note       {note}")
+    click.echo(f"fallbacks  {fallback_line(report)}")
+
+
+def _passes(folder: PlanFolder) -> None:
+    print_passes(folder.report.passes)
+
+
+def _graph(folder: PlanFolder) -> None:
+    click.echo(folder.graph_text(), nl=False)
+
+
+def _memory(folder: PlanFolder) -> None:
+    for index, memory in enumerate(folder.report.memory):
+        click.echo(("\n" if index else "") + f"{memory.phase} {memory.bucket}")
+        click.echo(f"  arena        {size(memory.arena_bytes):>10}")
+        click.echo(f"  lower bound  {size(memory.lower_bound):>10}  most bytes alive at one step")
+        click.echo(f"  no reuse     {size(memory.naive_bytes):>10}  sum of all buffers\n")
+        click.echo("\n".join(lifetime_chart(memory)))
+
+
+def _kernels(folder: PlanFolder) -> None:
+    rows = [
+        [
+            kernel.symbol,
+            kernel.steps,
+            "cache" if kernel.cached else duration(kernel.seconds),
+            kernel.label,
+            ", ".join(dict.fromkeys(kernel.where)),
+        ]
+        for kernel in folder.report.kernels
+    ]
+    console().print(table(["kernel", "steps", "compiled", "computes", "at"], rows, "lrrll"))
+
+
+def _buckets(folder: PlanFolder) -> None:
+    rows = [
+        [
+            bucket.phase,
+            bucket.name,
+            ", ".join(f"{name} <= {limit}" for name, limit in bucket.limits.items()),
+            bucket.steps,
+            bucket.kernels,
+            bucket.fallbacks,
+        ]
+        for bucket in folder.report.buckets
+    ]
+    columns = ["phase", "bucket", "limits", "steps", "kernels", "fallbacks"]
+    console().print(table(columns, rows, "lllrrr"))
+
+
+def _fallbacks(folder: PlanFolder) -> None:
+    fallbacks = folder.report.fallbacks
+    if not fallbacks:
+        click.echo(fallback_line(folder.report))
+        return
+    rows = [[f.target, f.node, f.phase, f.reason, f.where] for f in fallbacks]
+    console().print(table(["operator", "node", "phase", "reason", "at"], rows))
+
+
+_TEXT = {
+    "summary": _summary,
+    "passes": _passes,
+    "graph": _graph,
+    "memory": _memory,
+    "kernels": _kernels,
+    "buckets": _buckets,
+    "fallbacks": _fallbacks,
+}

@@ -1,0 +1,76 @@
+"""A plan folder for the commands: manifest and report, read without torch and without loading
+kernels, so that a plan for another machine can be inspected here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+from graphc.errors import UsageError
+from graphc.plan import Plan
+from graphc.plan_io import MANIFEST, read_plan
+from graphc.report import BuildReport
+
+
+@dataclass(frozen=True)
+class PlanFolder:
+    """A checked plan on disk."""
+
+    path: Path
+    plan: Plan
+
+    @staticmethod
+    def open(path: Path) -> PlanFolder:
+        """Raises UsageError if there's no plan, DamagedError or PlanMismatchError if it's not fit."""
+        return PlanFolder(path, read_plan(path))
+
+    @cached_property
+    def report(self) -> BuildReport:
+        return BuildReport.load(self.path / "report.json")
+
+    def graph_text(self) -> str:
+        """The graph after all passes."""
+        return (self.path / "graph.txt").read_text(encoding="utf-8")
+
+    def source(self, kernel: str) -> tuple[str, str]:
+        """File name and text of the generated source of a kernel: its symbol, or its file.
+
+        Raises:
+            UsageError: no such kernel.
+        """
+        from difflib import get_close_matches
+
+        sources = {
+            step.kernel.symbol: step.kernel.source
+            for program in self.plan.programs
+            for step in program.steps
+            if step.kernel
+        }
+        names = {**sources, **{Path(file).name: file for file in sources.values()}}
+        file = names.get(kernel) or names.get(f"{kernel}.cpp")
+        if file is None:
+            close = get_close_matches(kernel, names, n=3)
+            raise UsageError(
+                f"expected a kernel of the plan, found {kernel!r}",
+                where=str(self.path),
+                hint=f"did you mean: {', '.join(close)}?" if close else "see: inspect kernels",
+            )
+        path = self.path / file
+        if not path.is_file():
+            path = self.path / "sources" / file
+        return path.name, path.read_text(encoding="utf-8")
+
+
+def is_plan(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def plan_place(model: str, options: object) -> Path:
+    """Where `run` puts the plan of a model it builds itself: one folder a model and options."""
+    from cache.folder import default_root
+
+    name = str(Path(model).absolute()) if Path(model).exists() else model
+    digest = sha256(repr((name, options)).encode()).hexdigest()[:24]
+    return default_root() / "plans-v1" / digest

@@ -1,0 +1,127 @@
+"""Why a key missed: the nearest stored key, and the fields in which the two differ."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache import entry
+from cache.key import Key
+
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class FieldDiff:
+    """One field that differs; None where a key has no such field."""
+
+    name: str
+    wanted: str | None
+    found: str | None
+
+    def line(self) -> str:
+        """The difference on one line, "field: found -> wanted"."""
+        if self.found is None or self.wanted is None:
+            state = "new" if self.found is None else "gone"
+            return f"{self.name}: {state}"
+        if self.name.startswith("header "):
+            return f"{self.name}: changed"
+        if "\n" in self.wanted or "\n" in self.found:
+            return f"{self.name}: {_lines(self.found, self.wanted)}"
+        return f"{self.name}: {_words(self.found, self.wanted)}"
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The stored key with the fewest differing fields (source text decides between equals)."""
+
+    digest: str
+    label: str
+    diffs: tuple[FieldDiff, ...]
+
+
+def nearest(root: Path, bucket: str, key: Key, without: str = "") -> Nearest | None:
+    """Compares `key` with every entry of the bucket, except the one with digest `without`."""
+    best: list[tuple[str, Key]] = []
+    fewest = 0
+    for digest in entry.digests(root, bucket):
+        if digest == without:
+            continue
+        try:
+            other = entry.read_key(entry.folder(root, bucket, digest))
+        except entry.Damage:
+            continue
+        count = len(diff(key, other))
+        if not best or count < fewest:
+            best, fewest = [], count
+        if count == fewest:
+            best.append((digest, other))
+    if not best:
+        return None
+    digest, other = max(best, key=lambda pair: _alike(key, pair[1]))
+    try:
+        label = entry.read_meta(entry.folder(root, bucket, digest)).label
+    except (OSError, entry.Damage):
+        label = ""
+    return Nearest(digest, label, diff(key, other))
+
+
+def diff(wanted: Key, found: Key) -> tuple[FieldDiff, ...]:
+    """The fields in which two keys differ, in the order of `wanted`."""
+    left, right = dict(wanted.fields), dict(found.fields)
+    names = [*left, *(name for name in right if name not in left)]
+    return tuple(
+        FieldDiff(name, left.get(name), right.get(name))
+        for name in names
+        if left.get(name) != right.get(name)
+    )
+
+
+def one_line(found: Nearest | None) -> str:
+    """The differences to the nearest entry, on one line."""
+    if found is None:
+        return "the cache holds no entry of this kind"
+    if not found.diffs:
+        return "stored now"
+    name = f" ({found.label})" if found.label else ""
+    return f"nearest {found.digest[:12]}{name}: " + "; ".join(d.line() for d in found.diffs)
+
+
+def _alike(key: Key, other: Key) -> float:
+    left, right = (_source(k).splitlines() for k in (key, other))
+    return len(set(left) & set(right)) / (len(set(left) | set(right)) or 1)
+
+
+def _source(key: Key) -> str:
+    return dict(key.fields).get("source", "")
+
+
+def _words(found: str, wanted: str) -> str:
+    """Only the words that differ, for values that are lists of flags or features."""
+    old, new = found.split(" "), wanted.split(" ")
+    if len(old) < 4 and len(new) < 4:
+        return f"{_short(found)} -> {_short(wanted)}"
+    parts = [f"-{w}" for w in _without(old, new)] + [f"+{w}" for w in _without(new, old)]
+    return _short(" ".join(parts) or "another order", 200)
+
+
+def _without(words: Sequence[str], others: Sequence[str]) -> list[str]:
+    gone = set(others)
+    return [word for word in words if word not in gone]
+
+
+def _lines(found: str, wanted: str) -> str:
+    changes = [
+        line
+        for line in difflib.unified_diff(found.splitlines(), wanted.splitlines(), n=0, lineterm="")
+        if line[:1] in "+-" and not line.startswith(("---", "+++"))
+    ]
+    if not changes:
+        return "line ends differ"
+    return f"{len(changes)} lines differ, first {_short(changes[0])!r}"
+
+
+def _short(text: str, limit: int = _SHOWN) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,82 @@
+"""What the toolchain needs of a cache: a place that keeps made files by the fields of their key.
+
+`cache.store.Store` fulfils it. Files come back as private copies (hard links where possible) in a
+workspace of the caller, already verified, so nobody can evict or change them while in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from graphc.errors import UsageError
+
+Fields = tuple[tuple[str, str], ...]
+
+#: buckets of the cache and the file name of their payload. A change of what a bucket holds gets a
+#: new version in its name: that drops this bucket and no other.
+PAYLOADS = {"kernels-v1": "object.o", "links-v1": "library.so", "pch-v1": "prelude.pch"}
+KERNELS, LINKS, PCH = PAYLOADS
+
+
+class NoSpaceError(UsageError):
+    """No space left on the device (or quota reached) where a file had to be written."""
+
+
+class Workspace(Protocol):
+    """A private temporary folder, removed on `close` or when no longer referenced."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A verified file.
+
+    origin: "hit" (was in the cache), "made" (made now and published), "private" (made now, but
+    the cache could not take it; it lives as long as `workspace`).
+    """
+
+    path: Path
+    sha256: str
+    key: str
+    origin: Literal["hit", "made", "private"]
+    workspace: Workspace
+
+
+class KernelStore(Protocol):
+    """Keeps files by key. All methods may be called from several threads."""
+
+    def workspace(self) -> Workspace:
+        """A new private folder, inside the cache when that is writable."""
+
+    def fetch(self, bucket: str, fields: Fields, workspace: Workspace) -> Stored | None:
+        """The entry's file in `workspace`, verified by its SHA-256, or None on a miss. A damaged
+        entry is dropped, noted and counts as a miss."""
+
+    def fetch_or_make(
+        self,
+        bucket: str,
+        fields: Fields,
+        make: Callable[[Path], None],
+        workspace: Workspace,
+        *,
+        label: str,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Stored:
+        """As `fetch`; on a miss calls `make(path)` to write the file, once among all processes
+        that want this key, and publishes it atomically. Errors of `make` pass through."""
+
+    def why(self, bucket: str, fields: Fields) -> str:
+        """One line: how the nearest stored key differs from this one."""
+
+    def record_misses(self, misses: list[tuple[str, str, Fields]]) -> None:
+        """Remembers (bucket, label, fields) of the latest build's misses for `cache why --last`."""
+
+    def drain_notes(self) -> list[str]:
+        """What a user should hear (repairs, a read-only folder, no space), once each."""

@@ -28,10 +28,16 @@ import torch
 from graphc.lowering.context import RULES, Dim, Epilogue, Unit, View
 
 KERNELS = Path(__file__).resolve().parents[1] / "graphc" / "kernels"
-COMMON_FLAGS = (
-    "-std=c++17 -O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-trapping-math "
-    "-fvisibility=hidden -Wall"
-).split()
+COMMON_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wall",
+]
 C_TYPES = {
     torch.float32: "float",
     torch.float64: "double",

@@ -1,0 +1,151 @@
+// The loops around the micro-kernels, shared by the storage formats.
+#pragma once
+#include "gemm.h"
+#include "gemm_micro.h"
+
+namespace gc {
+
+constexpr int64_t GEMM_KC = 128;  // partial sums of this length keep the fp32 error below MKL's
+constexpr int64_t GEMM_TILE = GC_GEMM_ROWS * GC_NR;  // floats of the accumulator tile, in L1
+constexpr int64_t GEMM_MAX_GROUP = 8;
+
+// c[r][n] = alpha * c + beta * addend; alpha == beta == 1 is the plain case.
+template <class T>
+static void add_tile(const gc_gemm* g, float* tile, int64_t ld, int64_t z, int64_t m0, int64_t mr,
+                     int64_t n0, int64_t nr) {
+  const T* c = (const T*)g->c + gc_batch_offset(g->size, g->c_z, z) + m0 * g->c_m + n0 * g->c_n;
+  for (int64_t r = 0; r < mr; r++, tile += ld, c += g->c_m) {
+    const float alpha = g->alpha, beta = g->beta;
+    if (alpha == 1.0f && beta == 1.0f) {
+      if (g->c_n == 1) {
+        for (int64_t i = 0; i < nr; i++) tile[i] += to_float(c[i]);
+      } else {
+        for (int64_t i = 0; i < nr; i++) tile[i] += to_float(c[i * g->c_n]);
+      }
+    } else {
+      for (int64_t i = 0; i < nr; i++) tile[i] = alpha * tile[i] + beta * to_float(c[i * g->c_n]);
+    }
+  }
+}
+
+static void finish_tile(const gc_gemm* g, float* tile, int64_t ld, int64_t z, int64_t m0,
+                        int64_t mr, int64_t n0, int64_t nr) {
+  if (g->c) {
+    if (g->c_type == 0) add_tile<float>(g, tile, ld, z, m0, mr, n0, nr);
+    else if (g->c_type == 1) add_tile<bf16>(g, tile, ld, z, m0, mr, n0, nr);
+    else add_tile<f16>(g, tile, ld, z, m0, mr, n0, nr);
+  } else if (g->alpha != 1.0f) {
+    for (int64_t r = 0; r < mr; r++)
+      for (int64_t i = 0; i < nr; i++) tile[r * ld + i] *= g->alpha;
+  }
+}
+
+GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Rows [m0, m1) of block `i`: whole micro tiles, spread evenly over the blocks.
+struct RowSplit {
+  int64_t m, tiles, blocks;
+  explicit RowSplit(int64_t rows)
+      : m(rows), tiles((rows + GC_MR - 1) / GC_MR), blocks((rows + GC_GEMM_ROWS - 1) / GC_GEMM_ROWS) {}
+  int64_t tile_begin(int64_t block) const { return block * tiles / blocks; }
+  int64_t row(int64_t tile) const { return tile * m / tiles; }
+};
+
+// A Format says how a storage format is packed and summed:
+//   element           storage type of a
+//   packed            element of a packed row; packed_length(k) of them hold k values
+//   direct            a single row with unit stride serves as packed row
+//   expand_bytes      scratch for panel()
+//   pack(src, row, step, mr, k, dst)           packs mr rows of a
+//   panel(g, offset, p, kc, kl, expand, &ldb)  rows kc..kc+kl of panel p of b
+//   micro(mr, a, b, ldb, k, c, ldc, add)       c[mr][32] (+)= a x b
+template <class Format>
+static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue, int64_t begin,
+                     int64_t end) {
+  typedef typename Format::element T;
+  typedef typename Format::packed P;
+  const RowSplit split(g->m);
+  const int64_t panels = (g->n + GC_NR - 1) / GC_NR, k = g->k;
+  float* const tile = (float*)args->scratch;
+  char* const expand = (char*)(tile + GEMM_TILE);
+  P* const rows = (P*)(expand + Format::expand_bytes);
+  const int64_t row_length = Format::packed_length(k);
+  while (begin < end) {
+    const int64_t block_index = begin / panels, z = block_index / split.blocks,
+                  block = block_index % split.blocks;
+    const int64_t stop = min64(end, (block_index + 1) * panels) - block_index * panels;
+    int64_t panel = begin - block_index * panels;
+    begin += stop - panel;
+    const int64_t t0 = split.tile_begin(block), t1 = split.tile_begin(block + 1);
+    const int64_t m0 = split.row(t0), mb = split.row(t1) - m0;
+    const T* a = (const T*)g->a + gc_batch_offset(g->size, g->a_z, z) + m0 * g->a_m;
+    const int64_t b_offset = gc_batch_offset(g->size, g->b_z, z);
+    const P* packed = rows;
+    if (Format::direct && mb == 1 && g->a_k == 1) {
+      packed = (const P*)a;
+    } else {
+      for (int64_t t = t0; t < t1; t++) {
+        const int64_t r = split.row(t) - m0, mr = split.row(t + 1) - m0 - r;
+        Format::pack(a + r * g->a_m, g->a_m, g->a_k, mr, k, rows + r * row_length);
+      }
+    }
+    // Groups of panels share one call of the epilogue, as many as the tile holds.
+    const int64_t most = GEMM_TILE / (mb * GC_NR);
+    const int64_t group = most < 1 ? 1 : min64(most, GEMM_MAX_GROUP);
+    while (panel < stop) {
+      const int64_t count = min64(group, stop - panel), ld = count * GC_NR;
+      for (int64_t p = 0; p < count; p++) {
+        for (int64_t kc = 0;;) {
+          const int64_t kl = min64(GEMM_KC, k - kc);
+          int64_t ldb;
+          const void* b = Format::panel(g, b_offset, panel + p, kc, kl, expand, &ldb);
+          for (int64_t t = t0; t < t1; t++) {
+            const int64_t r = split.row(t) - m0, mr = split.row(t + 1) - m0 - r;
+            Format::micro(mr, packed + r * row_length + mr * Format::packed_length(kc), b, ldb, kl,
+                          tile + r * ld + p * GC_NR, ld, kc > 0);
+          }
+          kc += kl;
+          if (kc >= k) break;
+        }
+      }
+      const int64_t n0 = panel * GC_NR, nr = min64(g->n - n0, ld);
+      finish_tile(g, tile, ld, z, m0, mb, n0, nr);
+      epilogue(args, tile, ld, z, m0, mb, n0, nr);
+      panel += count;
+    }
+  }
+}
+
+// dst[k][32] = src[n * column + k * step]
+static inline void pack_transposed(const float* src, int64_t column, int64_t step, int64_t k,
+                                   float* dst) {
+  pack_rows(src, column, step, GC_NR, k, dst);
+}
+template <class T>
+static inline void pack_transposed(const T* src, int64_t column, int64_t step, int64_t k, T* dst) {
+  for (int64_t i = 0; i < k; i++)
+    for (int64_t j = 0; j < GC_NR; j++) dst[i * GC_NR + j] = src[i * step + j * column];
+}
+
+// [panels][K][32] from strided columns; the element type stays.
+template <class T>
+static void pack_panels(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_pack_shape* s = (const gc_pack_shape*)args->imm;
+  const int64_t panels = (s->n + GC_NR - 1) / GC_NR, k = s->k;
+  for (int64_t u = begin; u < end; u++) {
+    const int64_t z = u / panels, n0 = u % panels * GC_NR, nr = min64(GC_NR, s->n - n0);
+    const T* b = (const T*)args->ptr[0] + gc_batch_offset(s->size, s->b_z, z) + n0 * s->b_n;
+    T* dst = (T*)args->ptr[1] + u * k * GC_NR;
+    if (s->b_n == 1 && nr == GC_NR) {
+      for (int64_t i = 0; i < k; i++) memcpy(dst + i * GC_NR, b + i * s->b_k, GC_NR * sizeof(T));
+    } else if (nr == GC_NR) {
+      pack_transposed(b, s->b_n, s->b_k, k, dst);
+    } else {
+      for (int64_t i = 0; i < k; i++)
+        for (int64_t j = 0; j < GC_NR; j++)
+          dst[i * GC_NR + j] = j < nr ? b[i * s->b_k + j * s->b_n] : T(0.0f);
+    }
+  }
+}
+
+}  // namespace gc

@@ -1,0 +1,48 @@
+// fp32 products: see gemm.h. 14 x 2 vectors a micro tile on AVX-512, 6 x 2 elsewhere.
+#include "gemm_driver.h"
+
+namespace {
+using namespace gc;
+
+struct Float {
+  typedef float element;
+  typedef float packed;
+  static constexpr bool direct = true;
+  static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;  // a last panel cut off by N
+  static int64_t packed_length(int64_t k) { return k; }
+  static void pack(const float* src, int64_t row, int64_t step, int64_t mr, int64_t k, float* dst) {
+    pack_rows(src, row, step, mr, k, dst);
+  }
+  static const void* panel(const gc_gemm* g, int64_t offset, int64_t p, int64_t kc, int64_t kl,
+                           char* expand, int64_t* ldb) {
+    const float* b = (const float*)g->b + offset;
+    *ldb = GC_NR;
+    if (g->ldb == 0) return b + (p * g->k + kc) * GC_NR;
+    b += kc * g->ldb + p * GC_NR;
+    const int64_t nr = g->n - p * GC_NR;
+    if (nr >= GC_NR) {
+      *ldb = g->ldb;
+      return b;
+    }
+    float* copy = (float*)expand;
+    for (int64_t i = 0; i < kl; i++)
+      for (int64_t j = 0; j < GC_NR; j++) copy[i * GC_NR + j] = j < nr ? b[i * g->ldb + j] : 0.0f;
+    return copy;
+  }
+  static void micro(int64_t mr, const float* a, const void* b, int64_t ldb, int64_t k, float* c,
+                    int64_t ldc, bool add) {
+    MICRO[mr](a, mr, (const float*)b, ldb, k, c, ldc, add);
+  }
+};
+
+}  // namespace
+
+extern "C" void gc_gemm_f32(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue,
+                            int64_t begin, int64_t end) {
+  gemm_run<Float>(g, args, epilogue, begin, end);
+}
+
+// Packs a strided b: ptr = {b, panels}; see gc_pack_shape. One unit is one panel of one batch.
+GC_EXPORT void gc_pack_panels_f32(const gc_args* args, int64_t begin, int64_t end) {
+  pack_panels<float>(args, begin, end);
+}

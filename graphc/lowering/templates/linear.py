@@ -1,0 +1,51 @@
+"""Lowering of aten.linear: rows of activations times a weight stored [out, in]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphc.lowering.context import LoweringContext, Refuse, rule
+from graphc.lowering.templates.matmul import Operand, Product, emit_product, merge_dims
+
+
+@rule("aten.linear.default")
+def linear(ctx: LoweringContext, node: Any) -> None:
+    """input [*, k], weight [n, k] (or [k]), bias [n] or None -> [*, n].
+
+    A constant weight is packed at build time. Leading dimensions of the input become rows where
+    strides allow, else batches; no copy is made.
+    """
+    x, w = ctx.view(node.args[0]), ctx.view(node.args[1])
+    if x.dtype != w.dtype:
+        raise Refuse(f"linear of {x.dtype} with a weight of {w.dtype}")
+    weight = ctx.weight(node.args[1])
+    if len(w.shape) == 1:
+        if weight is not None:
+            weight = weight[None]
+        n, n_stride, k_stride = 1, 0, w.strides[0]
+    else:
+        n, n_stride, k_stride = w.shape[0], w.strides[0], w.strides[1]
+    size, (steps,) = merge_dims(x.shape[:-1], [x.strides[:-1]])
+    *batch_size, m = size or [1]
+    *batch, row = steps or [0]
+    none = tuple(0 for _ in batch)
+    bias = node.argument("bias")
+    addend = None
+    if bias is not None:
+        view = ctx.view(bias)
+        addend = Operand(view, 0, view.strides[0] if view.shape else 0, none)
+    emit_product(
+        ctx,
+        node,
+        Product(
+            dtype=x.dtype,
+            m=m,
+            n=n,
+            k=x.shape[-1],
+            a=Operand(x, row, x.strides[-1], tuple(batch)),
+            b=None if weight is not None else Operand(w, k_stride, n_stride, none),
+            c=addend,
+            size=tuple(batch_size),
+            weight=weight,
+        ),
+    )

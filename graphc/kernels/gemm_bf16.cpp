@@ -1,0 +1,196 @@
+// bf16 products, fp32 accumulation: vdpbf16ps where the CPU has it, else a panel chunk is widened
+// to fp32 once and serves all rows of a block. Both read the same pair panels. See gemm.h.
+#include "gemm_driver.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+using namespace gc;
+
+constexpr int64_t pairs(int64_t k) { return (k + 1) / 2; }
+
+#if defined(__AVX512BF16__)
+
+// c[MR][32] (+)= a [k/2][MR] pairs x b [k/2][32] pairs.
+template <int MR>
+static void micro_pairs(const uint32_t* a, const uint32_t* b, int64_t k, float* c, int64_t ldc,
+                        bool add) {
+  constexpr int U = MR == 1 ? 8 : MR == 2 ? 4 : MR == 3 ? 4 : MR <= 7 ? 2 : 1;
+  __m512 acc[U][MR][2] = {};
+  int64_t i = 0;
+  for (; i + U <= k; i += U) {
+#pragma GCC unroll 8
+    for (int u = 0; u < U; u++) {
+      const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b + u * GC_NR);
+      const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + u * GC_NR + 16);
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) {
+        const __m512bh av = (__m512bh)_mm512_set1_epi32((int)a[u * MR + r]);
+        acc[u][r][0] = _mm512_dpbf16_ps(acc[u][r][0], av, b0);
+        acc[u][r][1] = _mm512_dpbf16_ps(acc[u][r][1], av, b1);
+      }
+    }
+    a += U * MR;
+    b += U * GC_NR;
+  }
+  if (U > 1) {
+    for (; i < k; i++) {
+      const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b);
+      const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + 16);
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) {
+        const __m512bh av = (__m512bh)_mm512_set1_epi32((int)a[r]);
+        acc[0][r][0] = _mm512_dpbf16_ps(acc[0][r][0], av, b0);
+        acc[0][r][1] = _mm512_dpbf16_ps(acc[0][r][1], av, b1);
+      }
+      a += MR;
+      b += GC_NR;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; v++) {
+      __m512 sum = acc[0][r][v];
+#pragma GCC unroll 8
+      for (int u = 1; u < U; u++) sum = _mm512_add_ps(sum, acc[u][r][v]);
+      float* p = c + r * ldc + v * 16;
+      _mm512_storeu_ps(p, add ? _mm512_add_ps(_mm512_loadu_ps(p), sum) : sum);
+    }
+  }
+}
+
+typedef void (*pair_kernel)(const uint32_t*, const uint32_t*, int64_t, float*, int64_t, bool);
+const pair_kernel PAIRS[GC_MR + 1] = {
+    nullptr,        micro_pairs<1>,  micro_pairs<2>,  micro_pairs<3>,  micro_pairs<4>,
+    micro_pairs<5>, micro_pairs<6>,  micro_pairs<7>,  micro_pairs<8>,  micro_pairs<9>,
+    micro_pairs<10>, micro_pairs<11>, micro_pairs<12>, micro_pairs<13>, micro_pairs<14>};
+
+struct Brain {
+  typedef bf16 element;
+  typedef uint32_t packed;  // two neighbours in K
+  static constexpr bool direct = false;
+  static constexpr int64_t expand_bytes = 0;
+  static int64_t packed_length(int64_t k) { return pairs(k); }
+  static void pack(const bf16* src, int64_t row, int64_t step, int64_t mr, int64_t k,
+                   uint32_t* dst) {
+    int64_t i = 0;
+    if (step == 1 && mr >= 4) {
+      // Pairs are 32-bit items: the fp32 transposition moves them, two rows of bytes at a time.
+      const int64_t group = mr >= 8 ? 8 : 4;
+      for (; i + 16 <= k; i += 16) {
+        for (int64_t r = 0;;) {
+          vf8 t[8];
+          if (group == 8) {
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) t[j] = load<vf8>(src + (r + j) * row + i);
+            transpose8(t);
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) store(dst + (i / 2 + j) * mr + r, t[j]);
+          } else {
+            vf4 lo[4], hi[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+              lo[j] = load<vf4>(src + (r + j) * row + i);
+              hi[j] = load<vf4>(src + (r + j) * row + i + 8);
+            }
+            transpose4(lo);
+            transpose4(hi);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+              store(dst + (i / 2 + j) * mr + r, lo[j]);
+              store(dst + (i / 2 + 4 + j) * mr + r, hi[j]);
+            }
+          }
+          if (r + group >= mr) break;
+          r = min64(r + group, mr - group);
+        }
+      }
+    }
+    for (; i < k; i += 2) {
+      for (int64_t r = 0; r < mr; r++) {
+        const uint32_t lo = src[r * row + i * step].u;
+        const uint32_t hi = i + 1 < k ? src[r * row + (i + 1) * step].u : 0;
+        dst[i / 2 * mr + r] = lo | hi << 16;
+      }
+    }
+  }
+  static const void* panel(const gc_gemm* g, int64_t offset, int64_t p, int64_t kc, int64_t,
+                           char*, int64_t* ldb) {
+    *ldb = GC_NR;
+    return (const bf16*)g->b + offset + (p * pairs(g->k) + kc / 2) * GC_NR * 2;
+  }
+  static void micro(int64_t mr, const uint32_t* a, const void* b, int64_t, int64_t k, float* c,
+                    int64_t ldc, bool add) {
+    PAIRS[mr](a, (const uint32_t*)b, pairs(k), c, ldc, add);
+  }
+};
+
+#else
+
+struct Brain {
+  typedef bf16 element;
+  typedef float packed;
+  static constexpr bool direct = false;
+  static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;
+  static int64_t packed_length(int64_t k) { return k; }
+  static void pack(const bf16* src, int64_t row, int64_t step, int64_t mr, int64_t k, float* dst) {
+    pack_rows(src, row, step, mr, k, dst);
+  }
+  static const void* panel(const gc_gemm* g, int64_t offset, int64_t p, int64_t kc, int64_t kl,
+                           char* expand, int64_t* ldb) {
+    *ldb = GC_NR;
+    const char* src = (const char*)((const bf16*)g->b + offset + (p * pairs(g->k) + kc / 2) * GC_NR * 2);
+    float* dst = (float*)expand;
+    for (int64_t i = 0; i < kl; i += 2, src += GC_NR * 4) {
+#pragma GCC unroll 8
+      for (int v = 0; v < GC_NR / VL; v++) {
+        const vi pair = load<vi>(src + v * GC_VBYTES);
+        store(dst + i * GC_NR + v * VL, (vf)(pair << 16));
+        if (i + 1 < kl) store(dst + (i + 1) * GC_NR + v * VL, (vf)(pair & (int32_t)0xffff0000));
+      }
+    }
+    return expand;
+  }
+  static void micro(int64_t mr, const float* a, const void* b, int64_t ldb, int64_t k, float* c,
+                    int64_t ldc, bool add) {
+    MICRO[mr](a, mr, (const float*)b, ldb, k, c, ldc, add);
+  }
+};
+
+#endif
+
+}  // namespace
+
+extern "C" void gc_gemm_bf16(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue,
+                             int64_t begin, int64_t end) {
+  gemm_run<Brain>(g, args, epilogue, begin, end);
+}
+
+// Pair panels from a strided b: ptr = {b, panels}; see gc_pack_shape.
+GC_EXPORT void gc_pack_panels_bf16(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_pack_shape* s = (const gc_pack_shape*)args->imm;
+  const int64_t panels = (s->n + GC_NR - 1) / GC_NR, k = s->k;
+  const bf16 zero(0.0f);
+  for (int64_t u = begin; u < end; u++) {
+    const int64_t z = u / panels, n0 = u % panels * GC_NR, nr = min64(GC_NR, s->n - n0);
+    const bf16* b = (const bf16*)args->ptr[0] + gc_batch_offset(s->size, s->b_z, z) + n0 * s->b_n;
+    bf16* dst = (bf16*)args->ptr[1] + u * pairs(k) * 2 * GC_NR;
+    for (int64_t i = 0; i < k; i += 2, dst += 2 * GC_NR) {
+      const bf16 *lo = b + i * s->b_k, *hi = lo + s->b_k;
+      if (nr == GC_NR && s->b_n == 1 && i + 1 < k) {
+        for (int64_t j = 0; j < GC_NR; j++) {
+          dst[2 * j] = lo[j];
+          dst[2 * j + 1] = hi[j];
+        }
+      } else {
+        for (int64_t j = 0; j < GC_NR; j++) {
+          dst[2 * j] = j < nr ? lo[j * s->b_n] : zero;
+          dst[2 * j + 1] = j < nr && i + 1 < k ? hi[j * s->b_n] : zero;
+        }
+      }
+    }
+  }
+}

@@ -55,7 +55,7 @@ def save(path: Path, outputs: Mapping[str, Array]) -> None:
         for name, array in outputs.items()
     }
     with path.open("wb") as file:  # savez would add ".npz" to another suffix
-        np.savez(file, allow_pickle=False, **plain)
+        np.savez(file, **plain)
 
 
 def read_expected(path: Path, names: list[str]) -> dict[str, Array]:

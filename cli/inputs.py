@@ -132,21 +132,6 @@ def choose_program(plan: Plan, phase: str | None, symbols: Mapping[str, int]) ->
     return min(fitting, key=lambda program: sum(program.limits.values()), default=None)
 
 
-def fill(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree of `Plan` with its leaves in place: tuples, lists, dicts, constants, None."""
-    if tree is None:
-        return None
-    kind, content = next(iter(tree.items()))
-    if kind == "leaf":
-        return leaves[content]
-    if kind == "const":
-        return content
-    if kind == "dict":
-        return {key: fill(item, leaves) for key, item in content}
-    items = [fill(item, leaves) for item in content]
-    return tuple(items) if kind == "tuple" else items
-
-
 def flatten(tree: Any, result: Any) -> dict[int, Any]:
     """The leaves of a result by output index, following a tree of `Plan`."""
     if tree is None:

@@ -52,7 +52,12 @@ def inspect(plan: Path, view: str, kernel: str | None, as_json: bool) -> None:
     elif as_json:
         print_json(as_data(folder, view))
     else:
-        _TEXT[view](folder)
+        show(folder, view)
+
+
+def show(folder: PlanFolder, view: str) -> None:
+    """Prints one view as text."""
+    _TEXT[view](folder)
 
 
 def as_data(folder: PlanFolder, view: str) -> dict[str, object]:

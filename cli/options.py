@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from cli.progress import progress
-from graphc.report import BuildReport
+from graphc.report import BisectRecord, BuildReport
 
 Command = Callable[..., Any]
 
@@ -106,14 +106,7 @@ class BuildOptions:
             return api.build(
                 model,
                 output,
-                shapes=self.shapes,
-                inputs=list(self.inputs) or None,
-                dynamic=list(self.dynamic) or None,
-                phase=self.phase,
-                buckets=list(self.buckets) or None,
-                dtype=self.dtype,
-                disable_pass=list(self.disable_pass),
-                pass_options=list(self.pass_options),
+                **self._keywords(),
                 verify=verify,
                 dump_passes=dump_passes,
                 require_cached=self.require_cached,
@@ -121,6 +114,26 @@ class BuildOptions:
                 isa=None if self.isa == "native" else self.isa,
                 progress=show,
             )
+
+    def bisect(self, model: str, *, rtol: float, atol: float) -> BisectRecord | None:
+        """The first pass and node out of tolerance, or None."""
+        check_model(model)
+        from graphc import api
+
+        return api.bisect(model, **self._keywords(), rtol=rtol, atol=atol)
+
+    def _keywords(self) -> dict[str, Any]:
+        """What says which graph is captured and which passes it takes."""
+        return {
+            "shapes": self.shapes,
+            "inputs": list(self.inputs) or None,
+            "dynamic": list(self.dynamic) or None,
+            "phase": self.phase,
+            "buckets": list(self.buckets) or None,
+            "dtype": self.dtype,
+            "disable_pass": list(self.disable_pass),
+            "pass_options": list(self.pass_options),
+        }
 
 
 def check_model(model: str) -> None:

@@ -23,7 +23,7 @@ class PlanFolder:
 
     @staticmethod
     def open(path: Path) -> PlanFolder:
-        """Raises UsageError if there's no plan, DamagedError or PlanMismatchError if it's not fit."""
+        """Raises UsageError (no plan there), DamagedError or PlanMismatchError."""
         return PlanFolder(path, read_plan(path))
 
     @cached_property

@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from graphc.report import BuildReport, Interval, MemoryRecord, PassRecord, matches_by_rule
+
+# rich is imported where it draws: `graphc run` counts its milliseconds from process start
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 #: columns of Steps and rows of buffers in a lifetime chart
 CHART_COLUMNS = 60
@@ -23,6 +26,8 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 def console() -> Console:
     """Standard output: as wide as the terminal, and wide enough to cut nothing in a file."""
+    from rich.console import Console
+
     return Console(
         soft_wrap=False,
         highlight=False,
@@ -65,6 +70,9 @@ def duration(seconds: float) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: str = "") -> Table:
     """A plain table; `numbers` has an "r" at the place of each column aligned right."""
+    from rich.table import Table
+    from rich.text import Text
+
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for index, name in enumerate(columns):
         right = numbers[index : index + 1] == "r"
@@ -121,6 +129,8 @@ def fallback_line(report: BuildReport) -> str:
 
 def print_passes(passes: Sequence[PassRecord]) -> None:
     """One line a pass, then its matches by rule and each refusal with reason and source line."""
+    from rich.text import Text
+
     out = console()
     verified = any(record.max_abs is not None for record in passes)
     columns = ["pass", "phase", "operators", "matches", "refused", "launches", "traffic", "time"]

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from cli.compare import Comparison, as_array, check, compare, read_expected, save
-from cli.inputs import HELP, choose_program, fill, flatten, make_inputs
+from cli.inputs import HELP, choose_program, flatten, make_inputs
 from cli.measure import median, peak_memory, since_process_start
 from cli.options import BuildOptions, build_options
 from cli.plans import PlanFolder, is_plan, plan_place
@@ -128,11 +128,12 @@ def execute(
     name (later runs of a model with states continue from there).
     """
     from graphc.runtime import session as runtime
+    from graphc.runtime.binding import build_results
 
     arrays, symbols, made_up = make_inputs(plan, inputs, lengths, shapes)
     session = runtime.load(folder, threads=threads)
-    args = fill(plan.arguments, arrays) or ()
-    kwargs = fill(plan.keywords, arrays) or {}
+    args = build_results(plan.arguments, arrays) or ()
+    kwargs = build_results(plan.keywords, arrays) or {}
     first = session.run(*args, **kwargs)
     first_output = since_process_start()
     outputs = {

@@ -36,7 +36,8 @@ class Refusal(msgspec.Struct, frozen=True):
 class PassRecord(msgspec.Struct, frozen=True):
     """One pass on one phase. `launches_removed` counts operators that no longer run on their own;
     `bytes_removed` is intermediate traffic at the largest bucket. max_abs/max_rel are the largest
-    differences of any output against the graph before the pass; None when not verified."""
+    differences of any output against the graph before the pass (max_rel relative to the output's
+    largest value); None when not verified."""
 
     name: str
     phase: str
@@ -208,6 +209,22 @@ class BuildReport(msgspec.Struct, frozen=True):
                 hint="build the plan again",
             ) from None
         return BuildReport.from_json(data, str(path))
+
+
+class BisectRecord(msgspec.Struct, frozen=True):
+    """The first pass, and the first node in it, that breaks the tolerance (`verify --bisect`).
+
+    output is the first graph output that differs; expected/found its worst element.
+    """
+
+    pass_name: str
+    node: str
+    where: str
+    output: str
+    max_abs: float
+    max_rel: float
+    expected: float | None = None
+    found: float | None = None
 
 
 def matches_by_rule(matches: Iterable[Match]) -> dict[str, int]:

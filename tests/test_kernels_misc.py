@@ -10,7 +10,9 @@ import torch
 from tests.kernel_harness import available_isas, lookup, run_rule
 
 import graphc.lowering.templates.indexing
-import graphc.lowering.templates.scattering  # noqa: F401
+import graphc.lowering.templates.scanning
+import graphc.lowering.templates.scattering
+import graphc.lowering.templates.sorting  # noqa: F401
 from graphc.lowering.context import Refuse
 
 torch.set_num_threads(1)
@@ -33,10 +35,6 @@ def isa(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def strip(argument: Any) -> Any:
-    return [strip(a) for a in argument] if isinstance(argument, list) else argument
 
 
 def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -164,3 +162,89 @@ def test_slice_scatter(isa: str) -> None:
         check(isa, "aten.slice_scatter.default", [y, y[-3:] * 2, 0, -3])
         check(isa, "aten.slice_scatter.default", [y, y[:0], 0, 0, 0])
         check(isa, "aten.select_scatter.default", [y, y[..., 1] * 2, -1, -2])
+
+
+def special(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Values with ties, and for floats NaN, both infinities and both zeros."""
+    x = sample(dtype, *shape)
+    if dtype.is_floating_point:
+        x = (x * 2).round()
+        kinds = torch.randint(0, 12, shape)
+        for i, v in enumerate((float("nan"), float("inf"), float("-inf"), -0.0, 0.0)):
+            x = torch.where(kinds == i, torch.tensor(v, dtype=dtype), x)
+    return x
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS, torch.bool], ids=str)
+def test_sort(isa: str, dtype: torch.dtype) -> None:
+    for shape, dim in (((7, 40), -1), ((5, 9, 3), 1), ((2, 1000), 1), ((300, 3), 0), ((3, 0), 1)):
+        x = special(dtype, *shape)
+        for descending in (False, True):
+            keywords = {"stable": True, "dim": dim, "descending": descending}
+            check(isa, "aten.sort.stable", [x], symbols={(0, 0): "a"}, **keywords)
+            # torch's own order of equal values is open here; ours is the stable one
+            values, indices = run_rule("aten.sort.default", [x, dim, descending], isa=isa)
+            expected = torch.sort(x, dim=dim, descending=descending, stable=True)
+            close(values, expected[0])
+            close(indices, expected[1])
+            (order,) = run_rule("aten.argsort.default", [x, dim, descending], isa=isa)
+            close(order, expected[1])
+    check(isa, "aten.msort.default", [special(dtype, 6, 5)])
+    check(isa, "aten.sort.default", [sample(dtype)])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS], ids=str)
+def test_topk(isa: str, dtype: torch.dtype) -> None:
+    for shape, dim, k in (
+        ((3, 50), -1, 5), ((2, 1000), 1, 1), ((4, 700, 3), 1, 30), ((3, 200), 1, 200),
+        ((5, 3), 0, 0), ((1, 5000), -1, 64),
+    ):  # fmt: skip
+        x = special(dtype, *shape)
+        for largest in (True, False):
+            values, indices = run_rule("aten.topk.default", [x, k, dim, largest], isa=isa)
+            ordered = torch.sort(x, dim=dim, descending=largest, stable=True)
+            close(values, ordered[0].narrow(dim, 0, k))
+            close(indices, ordered[1].narrow(dim, 0, k))
+    x = special(dtype, 4, 33, 5)
+    (values, indices) = run_rule("aten.kthvalue.default", [x, 4, 1], isa=isa)
+    close(values, torch.kthvalue(x, 4, 1)[0])
+    close(torch.gather(x, 1, indices[:, None])[:, 0], values)
+    for y in (x, torch.arange(60).reshape(4, 15).to(dtype)):
+        values, indices = run_rule("aten.median.dim", [y, 1, True], isa=isa)
+        close(values, torch.median(y, 1, True)[0])
+        close(torch.gather(y, 1, indices), values)
+        check(isa, "aten.median.default", [y])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS, torch.bool], ids=str)
+def test_scan(isa: str, dtype: torch.dtype) -> None:
+    symbols = {(0, 0): "a", (0, 1): "b"}
+    for shape in ((3, 40), (2, 5, 70), (2, 0, 3)):
+        for dim in range(len(shape)):
+            x = sample(dtype, *shape)
+            check(isa, "aten.cumsum.default", [x, dim], symbols=symbols)
+            check(isa, "aten.cumprod.default", [x, dim], scale=2.0)
+            y = special(dtype, *shape)
+            check(isa, "aten.cummax.default", [y, dim])
+            check(isa, "aten.cummin.default", [y, dim])
+            if dtype.is_floating_point:
+                check(isa, "aten.cumsum.default", [y, dim])
+                check(isa, "aten.logcumsumexp.default", [y, dim], scale=2.0)
+    check(isa, "aten.cumsum.default", [sample(dtype), 0])
+    check(isa, "aten.cumsum.default", [sample(dtype, 4, 5), 1], dtype=torch.float32)
+    check(isa, "aten.cumsum.default", [sample(dtype, 4, 5), 1], dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS], ids=str)
+def test_searchsorted(isa: str, dtype: torch.dtype) -> None:
+    bounds = torch.sort(sample(dtype, 4, 12))[0]
+    values = special(dtype, 4, 31)
+    for right in (False, True):
+        name = "aten.searchsorted.Tensor"
+        check(isa, name, [bounds, values], right=right)
+        check(isa, name, [bounds[0], values], right=right, out_int32=True)
+        check(isa, "aten.bucketize.Tensor", [values, bounds[1]], right=right)
+        mixed = sample(dtype, 12)
+        check(isa, name, [mixed, values], right=right, sorter=torch.sort(mixed)[1])
+    check(isa, "aten.bucketize.Scalar", [3, bounds[0]])
+    check(isa, "aten.searchsorted.Scalar", [bounds[0], 3], side="right")

@@ -13,11 +13,9 @@ from cli.inputs import make_inputs
 from cli.measure import interleaved, median
 from cli.options import BuildOptions, build_options
 from cli.peers import PEERS, Unavailable
-from cli.plans import PlanFolder
 from cli.render import console, duration, print_json, table
 from cli.run import split_inputs
 from graphc.errors import UsageError
-from graphc.shapes import Shapes
 
 
 @click.command()
@@ -86,9 +84,9 @@ def measure(
     from graphc.runtime import session as runtime
     from graphc.runtime.binding import build_results
 
-    plan = PlanFolder.open(place).plan
-    arrays, symbols, _ = make_inputs(plan, values, lengths, Shapes.load(build.shapes))
     session = runtime.load(place, threads=threads)
+    plan = session.plan
+    arrays, symbols, _ = make_inputs(plan, values, lengths, build.shapes)
     args = build_results(plan.arguments, arrays) or ()
     kwargs = build_results(plan.keywords, arrays) or {}
     calls: dict[str, Callable[[], object]] = {"graphc": lambda: session.run(*args, **kwargs)}

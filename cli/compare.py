@@ -50,7 +50,7 @@ def as_array(value: Any) -> Array:
 
 def save(path: Path, outputs: Mapping[str, Array]) -> None:
     """Writes a .npz; bfloat16 and float8, which the format can't name, as float32 (exact)."""
-    plain = {
+    plain: dict[str, Any] = {
         name: array.astype(np.float32) if array.dtype.kind == "V" else array
         for name, array in outputs.items()
     }

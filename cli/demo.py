@@ -11,7 +11,6 @@ from cli.options import BuildOptions
 from cli.plans import PlanFolder
 from cli.render import print_build
 from cli.run import execute, print_run
-from graphc.shapes import Shapes
 
 
 @click.command()
@@ -35,16 +34,14 @@ def demo(output: Path, threads: int | None) -> None:
 
     values = "ids=randint:0:1024:1x128"
     heading(f"graphc run {output} --input {values} --iters 20")
-    folder = PlanFolder.open(output)
-    result = execute(
-        folder.path, folder.plan, Shapes.load(), (values,), (), None, threads, iters=20, warmup=3
-    )
+    result = execute(output, (values,), threads=threads, iters=20, warmup=3)
     result["outputs"] = {
         name: {"dtype": array.dtype.name, "shape": list(array.shape)}
         for name, array in result["outputs"].items()
     }
     print_run(result, report.compile, [])
 
+    folder = PlanFolder.open(output)
     for view in ("summary", "passes", "memory"):
         heading(f"graphc inspect {output} {view}")
         show(folder, view)

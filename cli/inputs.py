@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from graphc.errors import InputRejectedError, UsageError
 from graphc.plan import Expression, Plan, Program, Tensor
-from graphc.shapes import Shapes
 
 Array = NDArray[Any]
 
@@ -71,13 +70,13 @@ _BINARY: dict[str, Any] = {
 
 
 def make_inputs(
-    plan: Plan, given: Sequence[str], lengths: Sequence[str], shapes: Shapes
+    plan: Plan, given: Sequence[str], lengths: Sequence[str], shapes: Path | None
 ) -> tuple[list[Array], dict[str, int], list[str]]:
     """One array for every input of the plan.
 
     Args:
         given: "name=value" as in `HELP`. lengths: "T=128".
-        shapes: default lengths of the symbols that nothing else binds.
+        shapes: shapes file with default lengths of the symbols that nothing else binds.
 
     Returns:
         The arrays in the plan's order, the value of each symbol, and the names of the inputs
@@ -103,10 +102,14 @@ def make_inputs(
             array = _value(tensor, values[tensor.name], (), generator)
             arrays[tensor.name] = array
             _bind(plan, program, tensor, dims, array.shape, bound)
-    for symbol in plan.symbols:
-        if symbol.name not in bound and symbol.input >= 0:
-            low, high = symbol.minimum, symbol.maximum
-            bound[symbol.name] = shapes.default_of(symbol.name, low, high)
+    free = [s for s in plan.symbols if s.name not in bound and s.input >= 0]
+    if free:
+        from graphc.shapes import Shapes
+
+        defaults = Shapes.load(shapes)
+        for symbol in free:
+            largest = max(p.limits.get(symbol.name, symbol.maximum) for p in plan.programs)
+            bound[symbol.name] = defaults.default_of(symbol.name, symbol.minimum, largest)
     order = [bound.get(symbol.name, symbol.minimum) for symbol in plan.symbols]
     made_up: list[str] = []
     for tensor, dims in zip(plan.inputs, program.input_shapes, strict=True):
@@ -119,17 +122,6 @@ def make_inputs(
             kind = "random" if _is_float(tensor.dtype) else "ones"
         arrays[tensor.name] = _value(tensor, kind, shape, generator)
     return [arrays[name] for name in names], bound, made_up
-
-
-def choose_program(plan: Plan, phase: str | None, symbols: Mapping[str, int]) -> Program | None:
-    """The smallest program whose limits hold the symbols' values; None if none does."""
-    fitting = [
-        program
-        for program in plan.programs
-        if (phase is None or program.phase == phase)
-        and all(symbols.get(name, 0) <= limit for name, limit in program.limits.items())
-    ]
-    return min(fitting, key=lambda program: sum(program.limits.values()), default=None)
 
 
 def flatten(tree: Any, result: Any) -> dict[int, Any]:

@@ -65,7 +65,8 @@ def compiled(model: str, build: BuildOptions, args: Any, kwargs: Any, threads: i
     """The model through torch.compile, compiled for these very shapes."""
     import torch
 
-    module = torch.compile(_module(model, build, threads), dynamic=False)
+    compiler: Any = torch.compile  # untyped
+    module = compiler(_module(model, build, threads), dynamic=False)
     tensors, named = _tensors(args), _tensors(kwargs)
 
     def call() -> object:

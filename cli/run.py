@@ -10,15 +10,14 @@ from typing import Any
 import click
 
 from cli.compare import Comparison, as_array, check, compare, read_expected, save
-from cli.inputs import HELP, choose_program, flatten, make_inputs
+from cli.inputs import HELP, flatten, make_inputs
 from cli.measure import median, peak_memory, since_process_start
 from cli.options import BuildOptions, build_options
-from cli.plans import PlanFolder, is_plan, plan_place
-from cli.render import bucket_line, compiled, duration, print_json, size
+from cli.plans import is_plan, plan_place
+from cli.render import bucket_line, compiled, console, duration, print_json, size, table
 from graphc.errors import UsageError
 from graphc.plan import Plan
 from graphc.report import CompileRecord
-from graphc.shapes import Shapes
 
 
 @click.command()
@@ -31,6 +30,7 @@ from graphc.shapes import Shapes
 @click.option("--iters", type=click.IntRange(0), default=5, show_default=True, help="Timed runs.")
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs before.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of the executor [all cores].")
+@click.option("--profile", is_flag=True, help="Time each step of one more run.")
 @click.option("--save", "save_to", type=click.Path(path_type=Path), help="Write outputs as .npz.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def run(
@@ -42,6 +42,7 @@ def run(
     iters: int,
     warmup: int,
     threads: int | None,
+    profile: bool,
     save_to: Path | None,
     as_json: bool,
     inputs: tuple[str, ...],
@@ -70,17 +71,15 @@ def run(
         folder = plan_place(target, build)
         folder.parent.mkdir(parents=True, exist_ok=True)
         built = build.build(target, folder, quiet=as_json).compile
-    plan = PlanFolder.open(folder).plan
     result = execute(
         folder,
-        plan,
-        Shapes.load(build.shapes),
         inputs,
         lengths,
-        build.phase,
-        threads,
-        iters,
-        warmup,
+        shapes=build.shapes,
+        threads=threads,
+        iters=iters,
+        warmup=warmup,
+        profile=profile,
     )
     outputs = result.pop("outputs")
     comparisons = []
@@ -113,14 +112,14 @@ def split_inputs(inputs: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, .
 
 def execute(
     folder: Path,
-    plan: Plan,
-    shapes: Shapes,
     inputs: tuple[str, ...],
-    lengths: tuple[str, ...],
-    phase: str | None,
-    threads: int | None,
+    lengths: tuple[str, ...] = (),
+    *,
+    shapes: Path | None = None,
+    threads: int | None = None,
     iters: int,
     warmup: int,
+    profile: bool = False,
 ) -> dict[str, Any]:
     """Loads the plan, runs it once and then `warmup` + `iters` times.
 
@@ -130,8 +129,9 @@ def execute(
     from graphc.runtime import session as runtime
     from graphc.runtime.binding import build_results
 
-    arrays, symbols, made_up = make_inputs(plan, inputs, lengths, shapes)
     session = runtime.load(folder, threads=threads)
+    plan = session.plan
+    arrays, symbols, made_up = make_inputs(plan, inputs, lengths, shapes)
     args = build_results(plan.arguments, arrays) or ()
     kwargs = build_results(plan.keywords, arrays) or {}
     first = session.run(*args, **kwargs)
@@ -148,21 +148,31 @@ def execute(
         start = time.perf_counter()
         session.run(*args, **kwargs)
         times.append(time.perf_counter() - start)
-    program = choose_program(plan, phase, symbols)
+    facts = session.describe()
+    steps = []
+    if profile:
+        session.profiling = True
+        session.run(*args, **kwargs)
+        steps = [
+            {"step": s.index, "label": s.label, "kernel": s.kernel, "ns": s.nanoseconds}
+            for s in session.step_times()
+        ]
     return {
         "plan": str(folder),
         "model": plan.model,
-        "phase": program.phase if program else None,
-        "bucket": program.bucket if program else None,
-        "limits": dict(program.limits) if program else {},
+        "phase": facts["phase"],
+        "bucket": facts["bucket"],
+        "limits": facts["limits"] or {},
         "symbols": symbols,
         "made_up": made_up,
         "first_output_s": first_output,
         "latency_s": median(times) if times else None,
         "iters": iters,
-        "threads": threads,
+        "threads": facts["threads"],
         "peak_memory": peak_memory(),
-        "arena_bytes": program.arena_bytes if program else None,
+        "arena_bytes": facts["arena_bytes"],
+        "fallback_steps": facts["fallback_steps"],
+        "steps": steps,
         "outputs": outputs,
     }
 
@@ -186,12 +196,25 @@ def print_run(
     if result["made_up"]:
         names = ", ".join(result["made_up"])
         click.echo(f"made up       {names} (give values with --input {HELP.split(',')[0]})")
+    if result["steps"]:
+        print_steps(result["steps"])
     for item in comparisons:
         verdict = "ok" if item.ok else "DIFFERS"
         click.echo(
             f"expected      {item.name}: {verdict}, max abs {item.max_abs:.3g}, "
             f"max rel {item.max_rel:.3g} (rtol {item.rtol:g}, atol {item.atol:g})"
         )
+
+
+def print_steps(steps: list[dict[str, Any]]) -> None:
+    """The steps that take longest, and their share of the run."""
+    total = sum(step["ns"] for step in steps) or 1
+    slowest = sorted(steps, key=lambda step: -step["ns"])[:20]
+    rows = [
+        [s["step"], duration(s["ns"] * 1e-9), f"{100 * s['ns'] / total:.1f}%", s["label"]]
+        for s in slowest
+    ]
+    console().print(table(["step", "time", "share", "computes"], rows, "rrrl"))
 
 
 def _output_name(plan: Plan, index: int) -> str:

@@ -1,0 +1,141 @@
+"""`graphc doctor`: can this machine and this installation build and run plans?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from cache.store import Store
+from cli.render import console, print_json, size, table
+from graphc.errors import CompileError, GraphcError
+from graphc.toolchain.compiler import Compiler
+from graphc.toolchain.isa import Isa
+
+PACKAGES = ("graphc", "passes", "cache", "cli")
+#: what a build needs, and what only makes it convenient
+VERSIONS = ("torch", "numpy", "sympy", "onnx", "msgspec", "diskcache", "filelock", "safetensors")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. state: "ok", "note" (works, could be better) or "bad"."""
+
+    subject: str
+    state: str
+    text: str
+    hint: str = ""
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> int:
+    """Check this machine and this installation; exit 1 if something is wrong."""
+    findings = [finding for examine in EXAMINATIONS for finding in examine()]
+    bad = any(finding.state == "bad" for finding in findings)
+    if as_json:
+        print_json({"ok": not bad, "findings": [asdict(finding) for finding in findings]})
+    else:
+        rows = [(f.state, f.subject, f.text + (f"; {f.hint}" if f.hint else "")) for f in findings]
+        console().print(table(("", "what", "found"), rows))
+    if bad:
+        ctx.exit(1)
+    return 0
+
+
+def packages() -> list[Finding]:
+    """graphc's four packages have common names: another project's may stand in their place."""
+    home = Path(__file__).resolve().parents[1]
+    found = []
+    for name in PACKAGES:
+        module = importlib.import_module(name)
+        places = [Path(place).resolve() for place in module.__path__]
+        if places and places[0] == home / name:
+            continue
+        hint = f"another package of that name hides it; remove it, or start with {home} first"
+        found.append(Finding(f"package {name}", "bad", f"from {places[0]}", hint))
+    return found or [Finding("packages", "ok", f"{', '.join(PACKAGES)} from {home}")]
+
+
+def versions() -> list[Finding]:
+    """Python and the packages a build needs."""
+    found = [Finding("python", "ok", f"{platform.python_version()} {sys.executable}")]
+    for name in VERSIONS:
+        try:
+            found.append(Finding(name, "ok", importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding(name, "bad", "not installed", f"pip install {name}"))
+    return found
+
+
+def compiler() -> list[Finding]:
+    """The C++ compiler a build will use; running a plan needs none."""
+    try:
+        used = Compiler.discover()
+    except CompileError as error:
+        return [Finding("compiler", "bad", error.what, error.hint)]
+    return [Finding("compiler", "ok", f"{used.identity}, {used.target}: {' '.join(used.command)}")]
+
+
+def instructions() -> list[Finding]:
+    """The instruction set kernels are built for."""
+    try:
+        isa = Isa.detect()
+    except GraphcError as error:
+        return [Finding("instruction set", "bad", error.what, error.hint)]
+    text = f"{isa.level} on {isa.architecture}: {' '.join(isa.features) or 'baseline only'}"
+    if isa.level == "portable" and isa.architecture == "x86_64":
+        hint = "kernels are several times faster with AVX2 or AVX-512"
+        return [Finding("instruction set", "note", text, hint)]
+    return [Finding("instruction set", "ok", text)]
+
+
+def kernel_cache() -> list[Finding]:
+    """The cache's folder and its state (`graphc cache check` verifies every entry)."""
+    try:
+        store = Store()
+    except GraphcError as error:
+        return [Finding("cache", "bad", error.what, error.hint)]
+    found = [Finding("cache", "note", note) for note in store.drain_notes()]
+    if not store.writable:
+        hint = "kernels are compiled on every start; set GRAPHC_CACHE_DIR"
+        return [*found, Finding("cache", "note", f"{store.root} cannot be written", hint)]
+    status = os.statvfs(store.root)
+    free = status.f_bavail * status.f_frsize
+    text = f"{store.root}, limit {size(store.limit)}, {size(free)} free on its disk"
+    if free < 500 * 1000**2:
+        return [*found, Finding("cache", "note", text, "little space: builds may fail")]
+    return [*found, Finding("cache", "ok", text)]
+
+
+def processor() -> list[Finding]:
+    """CPUs this process may use, and large pages for the arena."""
+    usable, all_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    found = [Finding("threads", "ok", f"{usable} of {all_cpus} CPUs usable")]
+    try:
+        pages = _HUGE_PAGES.read_text(encoding="ascii")
+    except OSError:
+        return [*found, Finding("huge pages", "note", "not available")]
+    chosen = pages.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        return [*found, Finding("huge pages", "note", "never", "large models start slower")]
+    return [*found, Finding("huge pages", "ok", chosen)]
+
+
+EXAMINATIONS: tuple[Callable[[], list[Finding]], ...] = (
+    packages,
+    versions,
+    compiler,
+    instructions,
+    kernel_cache,
+    processor,
+)

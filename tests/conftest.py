@@ -1,0 +1,27 @@
+"""What all tests share: one thread, a kernel cache of their own, the repository's root."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One kernel cache for the whole run, empty at its start; never the user's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    folder.chmod(0o700)
+    before = os.environ.get("GRAPHC_CACHE_DIR")
+    os.environ["GRAPHC_CACHE_DIR"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["GRAPHC_CACHE_DIR"]
+    else:
+        os.environ["GRAPHC_CACHE_DIR"] = before

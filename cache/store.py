@@ -24,7 +24,7 @@ from cache import entry, folder, why
 from cache.index import Index, IndexDamaged, IndexUnavailable, rebuild
 from cache.key import Key
 from graphc.errors import GraphcError
-from graphc.store import PAYLOADS, Fields, NoSpaceError, Stored, Workspace
+from graphc.store import KERNELS, PAYLOADS, Fields, NoSpaceError, Stored, Workspace
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Store:
         key = Key(fields)
         with self._lock(key.digest[:2], cancelled):
             # also the re-read after waiting for a process that was making the same
-            found = self._fetch(bucket, key.digest, workspace)
+            found = self._fetch(bucket, key.digest, workspace, counted=bucket == KERNELS)
             if found is not None:
                 return found
             started = time.perf_counter()
@@ -236,13 +236,16 @@ class Store:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _fetch(self, bucket: str, digest: str, workspace: Workspace) -> Stored | None:
+    def _fetch(
+        self, bucket: str, digest: str, workspace: Workspace, counted: bool = False
+    ) -> Stored | None:
         place = entry.folder(self.root, bucket, digest)
         target = self._target(bucket, workspace)
         try:
             meta = entry.take(place, bucket, target)
         except FileNotFoundError:
-            self._with_index(lambda index: index.touch(digest), False)  # counts the miss
+            if not counted:
+                self._with_index(lambda index: index.touch(digest), False)  # counts the miss
             return None
         except (entry.Damage, OSError) as error:
             target.unlink(missing_ok=True)

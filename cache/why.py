@@ -35,7 +35,7 @@ class FieldDiff:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The stored key with the fewest differing fields (source text decides between equals)."""
+    """The stored key with the fewest differing fields, and those fields."""
 
     digest: str
     label: str
@@ -44,8 +44,8 @@ class Nearest:
 
 def nearest(root: Path, bucket: str, key: Key, without: str = "") -> Nearest | None:
     """Compares `key` with every entry of the bucket, except the one with digest `without`."""
-    best: list[tuple[str, Key]] = []
-    fewest = 0
+    best: tuple[str, Key] | None = None
+    least = float("inf")
     for digest in entry.digests(root, bucket):
         if digest == without:
             continue
@@ -53,14 +53,12 @@ def nearest(root: Path, bucket: str, key: Key, without: str = "") -> Nearest | N
             other = entry.read_key(entry.folder(root, bucket, digest))
         except entry.Damage:
             continue
-        count = len(diff(key, other))
-        if not best or count < fewest:
-            best, fewest = [], count
-        if count == fewest:
-            best.append((digest, other))
-    if not best:
+        distance = _distance(key, other)
+        if distance < least:
+            best, least = (digest, other), distance
+    if best is None:
         return None
-    digest, other = max(best, key=lambda pair: _alike(key, pair[1]))
+    digest, other = best
     try:
         label = entry.read_meta(entry.folder(root, bucket, digest)).label
     except (OSError, entry.Damage):
@@ -89,9 +87,15 @@ def one_line(found: Nearest | None) -> str:
     return f"nearest {found.digest[:12]}{name}: " + "; ".join(d.line() for d in found.diffs)
 
 
-def _alike(key: Key, other: Key) -> float:
-    left, right = (_source(k).splitlines() for k in (key, other))
-    return len(set(left) & set(right)) / (len(set(left) | set(right)) or 1)
+def _distance(key: Key, other: Key) -> float:
+    """Differing fields; another source counts as much as a change of compiler and instruction set
+    together, so the same kernel for another machine is nearer than another kernel for this one."""
+    names = {change.name for change in diff(key, other)}
+    if "source" not in names:
+        return len(names)
+    left, right = set(_source(key).splitlines()), set(_source(other).splitlines())
+    alike = len(left & right) / (len(left | right) or 1)
+    return len(names) + 5 + 5 * (1 - alike)
 
 
 def _source(key: Key) -> str:

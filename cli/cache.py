@@ -10,7 +10,6 @@ import click
 
 from cache import entry
 from cache.bundle import Counts, export_bundle, import_bundle
-from cache.folder import size_limit
 from cache.key import Key
 from cache.store import Store
 from cache.why import Nearest, nearest
@@ -35,31 +34,33 @@ def info(as_json: bool) -> None:
     """Folder, size, number of entries, and look-ups so far."""
     store = Store()
     buckets = {bucket: _volume(store, bucket) for bucket in PAYLOADS}
+    used = sum(nbytes for _, nbytes in buckets.values())
     hits, misses = store.lookups()
+    notes = store.drain_notes()
     data = {
         "folder": str(store.root),
         "writable": store.writable,
-        "bytes": sum(nbytes for _, nbytes in buckets.values()),
-        "limit": size_limit(),
+        "bytes": used,
+        "limit": store.limit,
         "buckets": {
             name: {"entries": count, "bytes": nbytes} for name, (count, nbytes) in buckets.items()
         },
         "hits": hits,
         "misses": misses,
-        "notes": store.drain_notes(),
+        "notes": notes,
     }
     if as_json:
-        return print_json(data)
-    out = console()
-    share = 100 * sum(nbytes for _, nbytes in buckets.values()) / store.limit
-    out.print(f"{store.root}{'' if store.writable else '  (read-only)'}", markup=False)
-    used = sum(nbytes for _, nbytes in buckets.values())
-    out.print(f"{size(used)} of {size(store.limit)} ({share:.1f}%)")
+        print_json(data)
+        return
+    click.echo(f"{store.root}{'' if store.writable else '  (read-only)'}")
+    click.echo(f"{size(used)} of {size(store.limit)} ({100 * used / store.limit:.1f}%)")
     rows = [(name, count, size(nbytes)) for name, (count, nbytes) in buckets.items()]
-    out.print(table(("bucket", "entries", "size"), rows, " rr"))
+    console().print(table(("bucket", "entries", "size"), rows, " rr"))
     if hits + misses:
-        out.print(f"look-ups: {hits} of {hits + misses} hit ({100 * hits / (hits + misses):.1f}%)")
-    _say(store)
+        share = 100 * hits / (hits + misses)
+        click.echo(f"look-ups: {hits} of {hits + misses} hit ({share:.1f}%)")
+    for note in notes:
+        click.echo(note, err=True)
 
 
 @cache.command(name="list")
@@ -69,7 +70,8 @@ def list_(as_json: bool) -> None:
     store = Store()
     entries = _entries(store)
     if as_json:
-        return print_json(entries)
+        print_json(entries)
+        return
     rows = [
         (
             str(item["key"])[:12],
@@ -119,7 +121,8 @@ def clear(as_json: bool) -> None:
         raise UsageError("the cache is read-only", where=str(store.root))
     count = store.clear()
     if as_json:
-        return print_json({"removed": count})
+        print_json({"removed": count})
+        return
     click.echo(f"removed {count} entries")
 
 
@@ -134,7 +137,8 @@ def why(key: str | None, last: bool, as_json: bool) -> None:
         raise UsageError("expected a KEY or --last", hint="`graphc cache list` shows the keys")
     found = _last(store) if key is None else [_of(store, key)]
     if as_json:
-        return print_json([_as_data(*item) for item in found])
+        print_json([_as_data(*item) for item in found])
+        return
     if not found:
         click.echo("the last build that missed is not recorded: nothing has missed so far")
     for label, digest, near in found:
@@ -165,7 +169,8 @@ def import_(file: Path, as_json: bool) -> None:
 
 def _counts(verb: str, counts: Counts, as_json: bool, skipped: str) -> None:
     if as_json:
-        return print_json(asdict(counts))
+        print_json(asdict(counts))
+        return
     more = f", {counts.skipped} {skipped}" if counts.skipped else ""
     click.echo(f"{verb} {counts.entries} entries, {size(counts.bytes)}{more}")
 

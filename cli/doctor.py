@@ -38,7 +38,7 @@ class Finding:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> int:
+def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check this machine and this installation; exit 1 if something is wrong."""
     findings = [finding for examine in EXAMINATIONS for finding in examine()]
     bad = any(finding.state == "bad" for finding in findings)
@@ -49,7 +49,6 @@ def doctor(ctx: click.Context, as_json: bool) -> int:
         console().print(table(("", "what", "found"), rows))
     if bad:
         ctx.exit(1)
-    return 0
 
 
 def packages() -> list[Finding]:

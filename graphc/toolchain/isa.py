@@ -52,17 +52,17 @@ class Isa:
         """This machine at `level`, which must not be higher than its own."""
         if level not in LEVELS:
             raise UsageError(
-                f"expected GRAPHC_ISA to be one of {', '.join(LEVELS)}, found {level!r}",
-                where="environment variable GRAPHC_ISA",
+                f"expected an instruction set out of {', '.join(LEVELS)}, found {level!r}",
+                where="GRAPHC_ISA or --isa",
             )
         if LEVELS.index(level) > LEVELS.index(self.level):
             needs = AVX512 if level == "avx512" else AVX2
             missing = [f for f in needs if f not in host_features()]
             raise UsageError(
-                f"expected GRAPHC_ISA at most {self.level!r}, found {level!r}: this CPU lacks "
-                + (", ".join(missing) or level),
-                where="environment variable GRAPHC_ISA",
-                hint="unset GRAPHC_ISA to use the best level of this machine",
+                f"expected an instruction set up to {self.level!r}, found {level!r}; "
+                f"this CPU lacks {', '.join(missing) or level}",
+                where="GRAPHC_ISA or --isa",
+                hint="leave it out to use the best level of this machine",
             )
         features = frozenset(host_features())
         return _at(level, self.architecture, features)

@@ -1,0 +1,169 @@
+"""Cache entries in one file, to carry them to another machine.
+
+A bundle is a ZIP archive without compression: for each entry `<bucket>/<digest>/` with the payload,
+key.txt and entry.json, just as in the cache. Import verifies every name, digest and size before it
+publishes the first entry. The digests prove that a bundle is whole, not who made it: kernels are
+code, so import only what you would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cache import entry
+from cache.entry import Damage, Meta
+from cache.key import Key
+from cache.store import Store
+from graphc.errors import DamagedError, UsageError
+from graphc.store import KERNELS, LINKS, PAYLOADS
+
+#: a precompiled header is large, and some compilers refuse it on another machine
+CARRIED = (KERNELS, LINKS)
+_NAME = re.compile(r"([a-z]+-v\d+)/([0-9a-f]{64})/([a-z]+\.[a-z]+)")
+_TEXT_LIMIT = 64 << 20
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # equal entries give an equal file
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What an export or import did."""
+
+    entries: int
+    bytes: int
+    skipped: int = 0  # import: already there; export: damaged
+
+
+def export_bundle(store: Store, output: Path) -> Counts:
+    """Writes all kernels and libraries of the cache into `output`, atomically.
+
+    Raises:
+        UsageError: `output` cannot be written.
+    """
+    entries = total = skipped = 0
+    try:
+        handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}-")
+    except OSError as error:
+        raise _unwritable(error, output) from None
+    try:
+        with (
+            os.fdopen(handle, "wb") as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+            contextlib.closing(store.workspace()) as area,
+        ):
+            for bucket in CARRIED:
+                for digest in entry.digests(store.root, bucket):
+                    place = entry.folder(store.root, bucket, digest)
+                    payload = area.path / digest
+                    try:
+                        meta = entry.take(place, bucket, payload)
+                        _add(archive, f"{bucket}/{digest}", bucket, payload, place)
+                    except (Damage, FileNotFoundError):
+                        skipped += 1
+                        continue
+                    payload.unlink()
+                    entries, total = entries + 1, total + meta.bytes
+        Path(name).chmod(0o644)
+        Path(name).replace(output)
+    except BaseException as error:
+        Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _unwritable(error, output) from None
+        raise
+    return Counts(entries, total, skipped)
+
+
+def _add(archive: zipfile.ZipFile, prefix: str, bucket: str, payload: Path, place: Path) -> None:
+    texts = {name: (place / name).read_bytes() for name in (entry.KEY, entry.META)}
+    for name, data in texts.items():
+        archive.writestr(zipfile.ZipInfo(f"{prefix}/{name}", _EPOCH), data)
+    info = zipfile.ZipInfo(f"{prefix}/{PAYLOADS[bucket]}", _EPOCH)
+    info.file_size = payload.stat().st_size
+    with payload.open("rb") as reader, archive.open(info, "w") as writer:
+        shutil.copyfileobj(reader, writer, 1 << 20)
+
+
+def import_bundle(store: Store, source: Path) -> Counts:
+    """Publishes the entries of a bundle that the cache does not hold.
+
+    Raises:
+        DamagedError: something in the bundle is not what its digests say; nothing was imported.
+        UsageError: there is no such file, or the cache cannot be written.
+    """
+    if not store.writable:
+        raise UsageError("the cache is read-only", where=str(store.root))
+    try:
+        with zipfile.ZipFile(source) as archive, contextlib.closing(store.workspace()) as area:
+            verified = list(_verified(archive, area.path))
+            counts = [
+                (meta.bytes, store.adopt(bucket, key, payload, meta.label, meta.seconds))
+                for bucket, key, meta, payload in verified
+            ]
+    except FileNotFoundError:
+        raise UsageError("expected a bundle, found no such file", where=str(source)) from None
+    except IsADirectoryError:
+        raise UsageError("expected a bundle, found a folder", where=str(source)) from None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, Damage) as error:
+        raise DamagedError(
+            f"the bundle is damaged, nothing was imported: {error}",
+            where=str(source),
+            hint="export it again with `graphc cache export`",
+        ) from None
+    taken = [size for size, new in counts if new]
+    return Counts(len(taken), sum(taken), len(counts) - len(taken))
+
+
+def _verified(archive: zipfile.ZipFile, area: Path) -> Iterator[tuple[str, Key, Meta, Path]]:
+    """Every entry with its payload unpacked under a name of our own, never the archive's."""
+    for (bucket, digest), members in sorted(_grouped(archive).items()):
+        where = f"{bucket}/{digest[:12]}"
+        if set(members) != {entry.KEY, entry.META, PAYLOADS[bucket]}:
+            raise Damage(f"{where}: expected three files, found {sorted(members)}")
+        try:
+            key = Key.parse(_read(archive, members[entry.KEY]).decode())
+            meta = msgspec.json.decode(_read(archive, members[entry.META]), type=Meta)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise Damage(f"{where}: {error}") from None
+        if key.digest != digest:
+            raise Damage(f"{where}: {entry.KEY} belongs to {key.digest[:12]}")
+        info = members[PAYLOADS[bucket]]
+        if info.file_size != meta.bytes:
+            raise Damage(f"{where}: {info.file_size} bytes instead of {meta.bytes}")
+        payload = area / digest
+        with archive.open(info) as reader, payload.open("xb") as writer:
+            shutil.copyfileobj(reader, writer, 1 << 20)
+        if entry.file_digest(payload) != (meta.sha256, meta.bytes):
+            raise Damage(f"{where}: SHA-256 differs")
+        yield bucket, key, meta, payload
+
+
+def _grouped(archive: zipfile.ZipFile) -> dict[tuple[str, str], dict[str, zipfile.ZipInfo]]:
+    groups: dict[tuple[str, str], dict[str, zipfile.ZipInfo]] = {}
+    for info in archive.infolist():
+        match = _NAME.fullmatch(info.filename)
+        if match is None or match[1] not in CARRIED or info.compress_type != zipfile.ZIP_STORED:
+            raise Damage(f"unexpected member {info.filename!r}")
+        members = groups.setdefault((match[1], match[2]), {})
+        if match[3] in members:
+            raise Damage(f"member {info.filename!r} is there twice")
+        members[match[3]] = info
+    return groups
+
+
+def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    if info.file_size > _TEXT_LIMIT:
+        raise Damage(f"{info.filename} is too large")
+    return archive.read(info)
+
+
+def _unwritable(error: OSError, output: Path) -> UsageError:
+    return UsageError(f"cannot write the bundle: {error.strerror}", where=str(output))

@@ -6,7 +6,7 @@ from pathlib import Path
 # `passes`, `cache` and `cli` are common names: the ones beside this package must win
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cli.main import main  # noqa: E402
+from cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

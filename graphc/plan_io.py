@@ -1,0 +1,281 @@
+"""Plans on disk: writing a plan folder, reading and checking it. The structs are in graphc.plan.
+
+plan.json is one JSON object,
+
+    {"graphc_plan": 1, "sha256": "<digest of the payload>", "payload": {"sizes": .., "plan": ..}}
+
+whose payload is hashed byte for byte; `sizes` gives the bytes of every other file. Opening a plan
+checks that digest, all sizes, and the SHA-256 of kernels.so, which is about to be executed.
+`verify_files` reads every file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from graphc.errors import DamagedError, PlanMismatchError, UsageError
+from graphc.plan import ABI_VERSION, FORMAT_VERSION, Plan, Weight
+
+MANIFEST = "plan.json"
+WEIGHTS = "weights.bin"
+KERNELS = "kernels.so"
+ALIGNMENT = 4096  # of each weight in weights.bin
+
+_HEAD = b'{"graphc_plan": 1, "sha256": "%s", "payload": '
+_TAIL = b"}\n"
+_REBUILD = "rebuild the plan: graphc build"
+
+#: content of one file of a plan: bytes or text to write, or a file to take over
+Content = bytes | str | Path
+
+
+class _Payload(msgspec.Struct, frozen=True):
+    sizes: dict[str, int]
+    plan: Plan
+
+
+class _Versions(msgspec.Struct, frozen=True):
+    format: int = -1
+    abi: int = -1
+
+
+class _Header(msgspec.Struct, frozen=True):
+    plan: _Versions
+
+
+# ---------------------------------------------------------------- writing
+
+
+class WeightsWriter:
+    """Writes weights.bin as a stream; equal bytes are stored once.
+
+    with WeightsWriter(path) as writer:
+        index = writer.add("fc.weight", "float32", [4, 8], array)
+    plan = Plan(..., weights=writer.weights)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.weights: list[Weight] = []
+        self._file: BinaryIO = path.open("wb")
+        self._end = 0
+        self._places: dict[tuple[bytes, int], int] = {}
+
+    def add(
+        self,
+        name: str,
+        dtype: str,
+        shape: Iterable[int],
+        data: bytes | bytearray | memoryview,
+        layout: str = "",
+        origin: str = "",
+    ) -> int:
+        """Appends one constant, given as its C-contiguous bytes; gives its index in `weights`."""
+        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+        key = (hashlib.sha256(view).digest(), view.nbytes)
+        offset = self._places.get(key)
+        if offset is None:
+            offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+            self._file.seek(offset)
+            self._file.write(view)
+            self._places[key] = offset
+            self._end = offset + view.nbytes
+        self.weights.append(
+            Weight(name, dtype, list(shape), offset, view.nbytes, layout=layout, origin=origin)
+        )
+        return len(self.weights) - 1
+
+    def close(self) -> None:
+        self._file.truncate(self._end)
+        self._file.close()
+
+    def __enter__(self) -> WeightsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> Plan:
+    """Writes a plan folder, replacing a plan that stands there, and gives the plan as written
+    (`files` filled in).
+
+    Args:
+        folder: where to. It must not exist, be empty, or hold a plan.
+        plan: its `files` is ignored.
+        files: every file but plan.json by its name in the folder ("kernels.so", "weights.bin",
+            "report.json", "graph.txt", "sources/x.cpp"). A Path is copied.
+
+    The folder is prepared beside its destination and moved there whole: a reader sees the old
+    plan or the new one. Raises UsageError if the destination holds something else; OSError (disk
+    full, read-only) leaves the old plan in place.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file())
+    ):
+        raise UsageError(
+            "the output folder holds something that is not a plan",
+            where=str(folder),
+            hint="name another folder or empty it",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        work.chmod(0o755)
+        digests: dict[str, str] = {}
+        sizes: dict[str, int] = {}
+        for name, content in files.items():
+            path = work / _safe_name(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, Path):
+                shutil.copyfile(content, path)
+            else:
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+            digests[name] = file_digest(path)
+            sizes[name] = path.stat().st_size
+        plan = msgspec.structs.replace(plan, files=digests)
+        payload = msgspec.json.encode(_Payload(sizes, plan))
+        digest = hashlib.sha256(payload).hexdigest().encode()
+        manifest = work / MANIFEST
+        with manifest.open("wb") as file:
+            file.write(_HEAD % digest + payload + _TAIL)
+            file.flush()
+            os.fsync(file.fileno())
+        old = None
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            os.rename(folder, old / "plan")
+        try:
+            os.rename(work, folder)
+        except OSError:
+            if old:
+                os.rename(old / "plan", folder)
+            raise
+        finally:
+            if old:
+                shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return plan
+
+
+def _safe_name(name: str) -> str:
+    parts = name.split("/")
+    if name == MANIFEST or "\\" in name or any(part in ("", ".", "..") for part in parts):
+        raise UsageError(f"{name!r} cannot be a file of a plan")
+    return name
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_plan(folder: Path | str) -> Plan:
+    """Reads and checks a plan folder: format and ABI version, the manifest's digest, the presence
+    and size of every file, and the content of kernels.so.
+
+    Raises UsageError (no plan there), PlanMismatchError (another version), DamagedError (naming
+    the file).
+    """
+    folder = Path(folder)
+    manifest = folder / MANIFEST
+    try:
+        text = manifest.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(
+            "no plan found",
+            where=str(folder),
+            hint="a plan is a folder with a plan.json; make one: graphc build",
+        ) from error
+    payload = _checked_payload(text, manifest)
+    try:
+        decoded = msgspec.json.decode(payload, type=_Payload)
+    except msgspec.DecodeError as error:
+        _check_versions(payload, manifest)
+        raise DamagedError(
+            f"cannot be read: {error}", where=str(manifest), hint=_REBUILD
+        ) from error
+    _check_versions(payload, manifest, decoded.plan)
+    for name, size in decoded.sizes.items():
+        try:
+            found = (folder / _safe_name(name)).stat().st_size
+        except OSError as error:
+            raise DamagedError(
+                "a file of the plan is missing", where=str(folder / name), hint=_REBUILD
+            ) from error
+        if found != size:
+            raise DamagedError(
+                f"expected {size:,} bytes, found {found:,}", where=str(folder / name), hint=_REBUILD
+            )
+    if set(decoded.sizes) != set(decoded.plan.files):
+        raise DamagedError("its tables of files disagree", where=str(manifest), hint=_REBUILD)
+    for name in (KERNELS, WEIGHTS):
+        if name not in decoded.sizes:
+            raise DamagedError(f"{name} is not listed", where=str(manifest), hint=_REBUILD)
+    size = decoded.sizes[WEIGHTS]
+    for weight in decoded.plan.weights:
+        if weight.offset < 0 or weight.offset + weight.nbytes > size:
+            raise DamagedError(
+                f"weight {weight.name} lies outside {WEIGHTS}", where=str(manifest), hint=_REBUILD
+            )
+    verify_files(folder, decoded.plan, (KERNELS,))
+    return decoded.plan
+
+
+def _checked_payload(text: bytes, manifest: Path) -> bytes:
+    head = len(_HEAD % (b"0" * 64))
+    prefix = _HEAD[: _HEAD.index(b"%s")]
+    if text.startswith(prefix) and text.endswith(_TAIL):
+        payload = text[head : -len(_TAIL)]
+        if text[:head] == _HEAD % hashlib.sha256(payload).hexdigest().encode():
+            return payload
+    raise DamagedError("the manifest does not match its digest", where=str(manifest), hint=_REBUILD)
+
+
+def _check_versions(payload: bytes, manifest: Path, plan: Plan | None = None) -> None:
+    if plan is None:
+        try:
+            found = msgspec.json.decode(payload, type=_Header).plan
+        except msgspec.DecodeError:
+            return
+    else:
+        found = _Versions(plan.format, plan.abi)
+    for what, wanted, number in (
+        ("format", FORMAT_VERSION, found.format),
+        ("kernel ABI", ABI_VERSION, found.abi),
+    ):
+        if wanted != number:
+            raise PlanMismatchError(
+                f"expected plan {what} {wanted}, found {number}", where=str(manifest), hint=_REBUILD
+            )
+
+
+def verify_files(folder: Path | str, plan: Plan, names: Iterable[str] | None = None) -> None:
+    """Compares files (all by default) with their SHA-256; DamagedError names the first that
+    differs."""
+    for name in plan.files if names is None else names:
+        path = Path(folder) / name
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise DamagedError(
+                f"cannot be read: {error.strerror}", where=str(path), hint=_REBUILD
+            ) from error
+        if found != plan.files[name]:
+            raise DamagedError(
+                "its SHA-256 is not that of the manifest", where=str(path), hint=_REBUILD
+            )

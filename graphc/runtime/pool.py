@@ -1,0 +1,82 @@
+"""Memory of a Session: the arena, per-thread scratch, states, and mapped weights.
+
+All of it is reserved with mmap and committed by the kernel on first touch, so a plan with a large
+bucket costs only what the lengths in use touch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphc.errors import DamagedError
+
+PAGE = 4096
+HUGE_PAGE = 2 << 20
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Region:
+    """Zeroed private memory. `address` is page aligned (2 MiB aligned from 4 MiB on, in huge
+    pages where the kernel grants them); `nbytes` is what was asked for."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        huge = nbytes >= 2 * HUGE_PAGE
+        size = max(nbytes + (HUGE_PAGE if huge else 0), 1)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            self._map = mmap.mmap(-1, size, flags=flags)
+        except OSError as error:
+            raise MemoryError(f"cannot reserve {nbytes:,} bytes: {error.strerror}") from error
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        base = int(self._bytes.__array_interface__["data"][0])
+        start = (round_up(base, HUGE_PAGE) - base) if huge else 0
+        self.address = base + start
+        self.bytes: NDArray[np.uint8] = self._bytes[start : start + nbytes]
+
+    def clear(self) -> None:
+        """Sets all bytes to zero."""
+        self.bytes[:] = 0
+
+
+class MappedFile:
+    """A file mapped read-only; pages come in when first read. An empty file has address 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = 0
+        self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size:
+                    self._map: Any = mmap.mmap(
+                        file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+                    )
+                    self.bytes = np.frombuffer(self._map, np.uint8)
+                    self.address = int(self.bytes.__array_interface__["data"][0])
+        except OSError as error:
+            raise DamagedError(
+                f"cannot map the weights: {error.strerror}",
+                where=str(path),
+                hint="rebuild the plan: graphc build",
+            ) from error
+        self.nbytes = int(self.bytes.nbytes)
+
+
+def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
+    """Uninitialised bytes at a 64-byte aligned address, freed with the array (and its views)."""
+    raw: NDArray[np.uint8] = np.empty(nbytes + 64, np.uint8)
+    start = -int(raw.__array_interface__["data"][0]) % 64
+    return raw[start : start + nbytes]

@@ -12,6 +12,7 @@ from tests.kernel_harness import available_isas, lookup, run_rule
 import graphc.lowering.templates.indexing
 import graphc.lowering.templates.padding
 import graphc.lowering.templates.pooling
+import graphc.lowering.templates.resizing
 import graphc.lowering.templates.scanning
 import graphc.lowering.templates.scattering
 import graphc.lowering.templates.sorting  # noqa: F401
@@ -321,3 +322,46 @@ def test_mapped_copies(isa: str, dtype: torch.dtype) -> None:
         check(isa, "aten.replication_pad2d.default", [x, [9, 0, 5, 2]])
         check(isa, "aten.roll.default", [torch.randn(1 << 17), [5], [0]])
         check(isa, "aten.repeat.default", [torch.randn(1 << 17), [1]])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_resize(isa: str, dtype: torch.dtype) -> None:
+    x = sample(dtype, 2, 3, 7, 11)
+    symbols = {(0, 0): "n", (0, 2): "h", (0, 3): "w"}
+    for size in ([14, 22], [9, 5], [1, 40], [7, 11], [23, 33]):
+        for exact in ("upsample_nearest2d", "_upsample_nearest_exact2d"):
+            check(isa, f"aten.{exact}.default", [x, size], symbols=symbols)
+        for corners in (False, True):
+            for name in ("upsample_bilinear2d", "upsample_bicubic2d"):
+                check(isa, f"aten.{name}.default", [x, size, corners], scale=8.0, symbols=symbols)
+    for factors in ([1.7, 2.3], [0.6, 3.0]):
+        check(isa, "aten.upsample_nearest2d.vec", [x, None, factors])
+        check(isa, "aten._upsample_nearest_exact2d.vec", [x, None, factors])
+        check(isa, "aten.upsample_bilinear2d.vec", [x, None, False, factors], scale=8.0)
+        check(isa, "aten.upsample_bicubic2d.vec", [x, None, True, factors], scale=8.0)
+    check(isa, "aten.upsample_linear1d.vec", [x[0], [17], False, None], scale=8.0)
+    check(isa, "aten.upsample_nearest1d.vec", [x[0], [17], None])
+    check(isa, "aten.upsample_trilinear3d.vec", [x[None], [5, 9, 6], False, None], scale=8.0)
+
+
+def test_resize_bytes(isa: str) -> None:
+    x = torch.randint(0, 255, (1, 2, 9, 13), dtype=torch.uint8)
+    for n in range(1, 40, 3):
+        check(isa, "aten.upsample_nearest2d.vec", [x, [n, 2 * n + 1], None])
+        check(isa, "aten._upsample_nearest_exact2d.vec", [x.float(), [n, 2 * n + 1], None])
+    refused("aten.upsample_bilinear2d.vec", [x, [4, 4], False, None])
+    refused("aten._upsample_bilinear2d_aa.default", [x.float(), [4, 4], False])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_grid_sampler(isa: str, dtype: torch.dtype) -> None:
+    x = sample(dtype, 2, 3, 7, 11)
+    grid = (torch.rand(2, 5, 19, 2) * 3 - 1.5).to(dtype)
+    for mode in (0, 1):
+        for padding in (0, 1, 2):
+            # how often 1e30 reflects is a matter of rounding
+            grid[0, 0, 0, 0] = 0.3 if padding == 2 else 1e30
+            for corners in (False, True):
+                arguments = [x, grid, mode, padding, corners]
+                check(isa, "aten.grid_sampler_2d.default", arguments, scale=20.0)
+    refused("aten.grid_sampler_2d.default", [x, grid, 2, 0, False])

@@ -9,9 +9,11 @@ code, so import only what you would run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import struct
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -30,6 +32,9 @@ from graphc.store import KERNELS, LINKS, PAYLOADS
 #: a precompiled header is large, and some compilers refuse it on another machine
 CARRIED = (KERNELS, LINKS)
 _NAME = re.compile(r"([a-z]+-v\d+)/([0-9a-f]{64})/([a-z]+\.[a-z]+)")
+#: what zipfile raises on archives that are cut, garbled or encrypted
+_UNREADABLE = (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
+               struct.error, OSError, Damage)  # fmt: skip
 _TEXT_LIMIT = 64 << 20
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal entries give an equal file
 
@@ -112,7 +117,9 @@ def import_bundle(store: Store, source: Path) -> Counts:
         raise UsageError("expected a bundle, found no such file", where=str(source)) from None
     except IsADirectoryError:
         raise UsageError("expected a bundle, found a folder", where=str(source)) from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, Damage) as error:
+    except _UNREADABLE as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # seeks to nowhere
+            raise
         raise DamagedError(
             f"the bundle is damaged, nothing was imported: {error}",
             where=str(source),

@@ -23,7 +23,7 @@ from cache.folder import discard
 
 FOLDER = "index-v1"
 #: what SQLite says when the database is sound but cannot be used at this moment
-_PASSING = ("locked", "readonly", "read-only", "unable to open", "full", "disk I/O")
+_PASSING = ("locked", "readonly", "read-only", "unable to open", "full")
 _PLACE = re.compile(r"([a-z]+-v\d+)/([0-9a-f]{64})")
 
 

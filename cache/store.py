@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +39,11 @@ class Area:
     """A private temporary folder, removed on `close` or when nobody refers to it any more."""
 
     def __init__(self, parent: Path | None) -> None:
-        self._folder = tempfile.TemporaryDirectory(
-            dir=parent, prefix="graphc-", ignore_cleanup_errors=True
-        )
-        self.path = Path(self._folder.name)
+        self.path = Path(tempfile.mkdtemp(dir=parent, prefix="graphc-"))
+        self._end = weakref.finalize(self, _discard_own, self.path, os.getpid())
 
     def close(self) -> None:
-        self._folder.cleanup()
+        self._end()
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,11 @@ class Store:
         """How many look-ups hit and missed since the cache was made."""
         return self._with_index(Index.lookups, (0, 0))
 
+    def close(self) -> None:
+        """Closes the index; the store must not be used afterwards."""
+        self._with_index(Index.close, None)
+        self._index = None
+
     # -- inside --------------------------------------------------------------------------------
 
     def _fetch(
@@ -353,6 +358,9 @@ class Store:
             self._note(f"the cache's index cannot be used now: {error}")
         except IndexDamaged as error:
             self._rebuild_index(str(error))
+            if self._index is not None:
+                with contextlib.suppress(IndexDamaged, IndexUnavailable):
+                    return action(self._index)
         return otherwise
 
     def _rebuild_index(self, reason: str) -> None:
@@ -382,6 +390,11 @@ class Store:
                     made = place.stat().st_mtime
                     found.append((made, bucket, digest, entry.read_meta(place).bytes))
         return [(bucket, digest, size) for _, bucket, digest, size in sorted(found)]
+
+
+def _discard_own(path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child holds a copy of the Area, not the folder
+        folder.discard(path)
 
 
 def _private_area() -> Workspace:

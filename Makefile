@@ -42,7 +42,7 @@ lint: venv ## ruff, format, mypy
 	$(VENV)/bin/mypy
 
 check: lint ## lint, pyright, then all tests with warnings as errors
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest
 
 bench: venv ## time the built-in model against eager torch and ONNX Runtime

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int], None]
 
 
 @contextmanager
-def progress(quiet: bool = False) -> Iterator[Progress | None]:
+def progress(quiet: bool = False) -> Generator[Progress | None, None, None]:
     """Gives a function (stage, done, total) that draws, or None when nobody would see it.
 
     total 0 means that the amount of work isn't known.

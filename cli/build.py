@@ -29,7 +29,7 @@ from cli.render import print_build, print_json
     metavar="DIR",
     help="Write the graph after each pass as a numbered text file.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (docs/ir.md).")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def build(
     model: str,
     output: Path,

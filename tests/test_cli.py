@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
 import numpy as np
@@ -46,6 +48,7 @@ from graphc.plan import (
 )
 from graphc.plan_io import write_plan
 from graphc.report import (
+    BisectRecord,
     BucketRecord,
     BuildReport,
     CompileRecord,
@@ -504,3 +507,87 @@ def test_inspect_shows_a_kernel(folder: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "void k0() {}\n"
     assert main(["inspect", str(folder), "--kernel", "k0.cp"]) == 2
     assert "did you mean: k0" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the calls of the library
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for graphc.api: records each call; `build` gives `REPORT`."""
+    made: list[dict[str, Any]] = []
+
+    def build(model: str, output: Path, **options: Any) -> BuildReport:
+        made.append({"model": model, "output": output, **options})
+        return REPORT
+
+    def bisect(model: str, **options: Any) -> BisectRecord:
+        made.append({"model": model, **options})
+        return BisectRecord("fuse-norm", "%3", "model.py:7", "y", 0.5, 0.1, 1.0, 1.5)
+
+    api = ModuleType("graphc.api")
+    api.__dict__.update(build=build, bisect=bisect)
+    monkeypatch.setitem(sys.modules, "graphc.api", api)
+    monkeypatch.setattr("graphc.api", api, raising=False)
+    return made
+
+
+def test_build_passes_its_options_on(
+    calls: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "build demo -o out --input x=f32[1,T,4] --dynamic T=1:9 --bucket 2K --bucket 64"
+        " --phase prefill --dtype bfloat16 --shapes s.yaml --disable-pass a --pass b{k=v}"
+        " --verify --dump-passes dump --require-cached --jobs 3 --isa avx2"
+    )
+    assert main(arguments.split()) == 0
+    assert calls == [
+        {
+            "model": "demo",
+            "output": Path("out"),
+            "inputs": ["x=f32[1,T,4]"],
+            "dynamic": ["T=1:9"],
+            "buckets": ["2K", "64"],
+            "phase": "prefill",
+            "dtype": "bfloat16",
+            "shapes": Path("s.yaml"),
+            "disable_pass": ["a"],
+            "pass_options": ["b{k=v}"],
+            "verify": True,
+            "dump_passes": Path("dump"),
+            "require_cached": True,
+            "jobs": 3,
+            "isa": "avx2",
+            "progress": None,
+        }
+    ]
+    text = capsys.readouterr().out
+    assert "compiled 2 of 3 units, 1 from cache" in text and "aten.nonzero.default x1" in text
+    assert main(["build", "demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"]["compile"]["compiled"] == 2
+    assert calls[1]["output"] == Path("plan") and calls[1]["isa"] is None
+
+
+def test_verify_judges_the_passes(
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", "demo"]) == 0
+    assert calls[0]["verify"] is True
+    assert "every pass is within" in capsys.readouterr().out
+    bad = replace(REPORT.passes[0], max_abs=0.5, max_rel=0.1)
+    monkeypatch.setattr(sys.modules[__name__], "REPORT", replace(REPORT, passes=[bad]))
+    assert main(["verify", "demo"]) == 5
+    captured = capsys.readouterr()
+    assert "0.5" in captured.out and "--disable-pass fuse-norm" in captured.err
+    assert main(["verify", "demo", "--atol", "1"]) == 0
+
+
+def test_bisect_names_pass_node_and_line(
+    calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "demo", "--bisect", "--rtol", "1e-3"]) == 5
+    assert calls[0]["rtol"] == 1e-3
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("fuse-norm", "%3", "model.py:7", "found 1.5"))

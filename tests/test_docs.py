@@ -139,3 +139,20 @@ def test_every_make_target_has_help() -> None:
     text = (ROOT / "Makefile").read_text()
     for target in targets():
         assert re.search(rf"^{target}:.*## \S", text, re.MULTILINE), target
+
+
+def test_json_keys_are_documented() -> None:
+    import msgspec
+
+    from graphc import report
+
+    text = (ROOT / "docs/json.md").read_text()
+    structs = [
+        item
+        for item in vars(report).values()
+        if isinstance(item, type) and issubclass(item, msgspec.Struct)
+    ]
+    assert len(structs) > 10
+    for item in structs:
+        keys = ", ".join(f"`{name}`" for name in item.__struct_fields__)
+        assert f"| {item.__name__} | {keys} |" in text

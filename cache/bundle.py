@@ -105,7 +105,7 @@ def import_bundle(store: Store, source: Path) -> Counts:
         UsageError: there is no such file, or the cache cannot be written.
     """
     if not store.writable:
-        raise UsageError("the cache is read-only", where=str(store.root))
+        raise UsageError(f"the cache cannot be written: {store.obstacle}", where=str(store.root))
     try:
         with zipfile.ZipFile(source) as archive, contextlib.closing(store.workspace()) as area:
             verified = list(_verified(archive, area.path))

@@ -47,8 +47,8 @@ def size_limit(environ: Mapping[str, str] = os.environ) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def open_root(root: Path) -> bool:
-    """Makes the folder (mode 0700) if it is missing; says whether it can be written.
+def open_root(root: Path) -> str:
+    """Makes the folder (mode 0700) if it is missing; says why it cannot be written, "" if it can.
 
     Raises:
         UsageError: the folder could hold code planted by someone else, or is no folder.
@@ -57,12 +57,12 @@ def open_root(root: Path) -> bool:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
         raise UsageError("expected the cache to be a folder", where=str(root)) from None
-    except OSError:
-        return False  # no place for a cache: everything is a miss, nothing is kept
+    except OSError as error:  # no place for a cache: everything is a miss, nothing is kept
+        return error.strerror or str(error)
     try:
         status = root.stat()
-    except OSError:
-        return False
+    except OSError as error:
+        return error.strerror or str(error)
     _trust(root, status)
     try:
         for name in ("tmp", "locks"):
@@ -70,11 +70,11 @@ def open_root(root: Path) -> bool:
         tag = root / "CACHEDIR.TAG"
         if not tag.exists():
             tag.write_text("Signature: 8a477f597d28d172789f06886806bc55\n", encoding="ascii")
-        with tempfile.TemporaryFile(dir=root / "tmp"):
-            pass
-    except OSError:
-        return False
-    return True
+        with tempfile.TemporaryFile(dir=root / "tmp") as file:
+            file.write(b"x")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _trust(root: Path, status: os.stat_result) -> None:

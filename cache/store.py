@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -31,6 +32,7 @@ from graphc.store import KERNELS, PAYLOADS, Fields, NoSpaceError, Stored, Worksp
 T = TypeVar("T")
 
 _LOCK_SECONDS = 900.0
+_SPACE_FOR_INDEX = 1 << 20
 _MISSES = "last-misses.json"
 _MISSES_KEPT = 64
 
@@ -68,7 +70,8 @@ class Store:
     def __init__(self, root: Path | None = None, limit: int | None = None) -> None:
         self.root = (root or folder.default_root()).absolute()
         self.limit = limit if limit is not None else folder.size_limit()
-        self.writable = folder.open_root(self.root)
+        self.obstacle = folder.open_root(self.root)  # why it cannot be written, "" if it can
+        self.writable = not self.obstacle
         self._notes: list[str] = []
         self._noted: set[str] = set()
         self._mutex = threading.RLock()
@@ -282,7 +285,7 @@ class Store:
                 raise
         # the cache's disk is full: once more on the temporary folder's
         path.unlink(missing_ok=True)
-        self._note(f"no space left in {self.root}: kernels of this build are not kept")
+        self._note(f"no space left in {self.root}: compiling in the temporary folder")
         area = _private_area()
         try:
             make(area.path / path.name)
@@ -298,12 +301,12 @@ class Store:
 
     def _publish(self, bucket: str, key: Key, path: Path, label: str, seconds: float) -> bool:
         if not self.writable:
-            self._note(f"the cache in {self.root} is read-only: new kernels are not kept")
+            self._note(f"new kernels are not kept in {self.root}: {self.obstacle}")
             return False
         try:
             meta = entry.publish(self.root, bucket, key, path, label, seconds)
         except OSError as error:
-            self._note(f"the cache in {self.root} takes no new entries: {error.strerror}")
+            self._note(f"new kernels are not kept in {self.root}: {error.strerror}")
             return False
         self._with_index(lambda index: index.put(bucket, key.digest, meta.bytes), None)
         return True
@@ -366,6 +369,10 @@ class Store:
     def _rebuild_index(self, reason: str) -> None:
         """Makes the index anew from the files, unless another process just did."""
         self._index = None
+        if shutil.disk_usage(self.root).free < _SPACE_FOR_INDEX:
+            # what looks like damage may be a full disk's doing, and a rebuild would fail
+            self._note(f"the cache's index cannot be used, its disk is full: {reason}")
+            return
         with self._mutex, self._lock("index", lambda: False):
             try:
                 index = Index(self.root, self.limit)

@@ -52,7 +52,7 @@ def info(as_json: bool) -> None:
     if as_json:
         print_json(data)
         return
-    click.echo(f"{store.root}{'' if store.writable else '  (read-only)'}")
+    click.echo(f"{store.root}{'' if store.writable else f'  (not writable: {store.obstacle})'}")
     click.echo(f"{size(used)} of {size(store.limit)} ({100 * used / store.limit:.1f}%)")
     rows = [(name, count, size(nbytes)) for name, (count, nbytes) in buckets.items()]
     console().print(table(("bucket", "entries", "size"), rows, " rr"))
@@ -118,7 +118,7 @@ def clear(as_json: bool) -> None:
     """Remove every entry. Plans that were built keep working."""
     store = Store()
     if not store.writable:
-        raise UsageError("the cache is read-only", where=str(store.root))
+        raise UsageError(f"the cache cannot be written: {store.obstacle}", where=str(store.root))
     count = store.clear()
     if as_json:
         print_json({"removed": count})

@@ -107,7 +107,10 @@ def kernel_cache() -> list[Finding]:
     found = [Finding("cache", "note", note) for note in store.drain_notes()]
     if not store.writable:
         hint = "kernels are compiled on every start; set GRAPHC_CACHE_DIR"
-        return [*found, Finding("cache", "note", f"{store.root} cannot be written", hint)]
+        return [
+            *found,
+            Finding("cache", "note", f"{store.root} cannot be written: {store.obstacle}", hint),
+        ]
     status = os.statvfs(store.root)
     free = status.f_bavail * status.f_frsize
     text = f"{store.root}, limit {size(store.limit)}, {size(free)} free on its disk"

@@ -307,11 +307,11 @@ def test_the_precompiled_header_is_dropped_with_a_note_when_it_does_not_fit(
         pytest.skip("the stub is g++'s")
     from graphc.toolchain import compile as compile_module
 
-    def broken(*arguments: object) -> tuple[str, ...]:
+    def broken(*arguments: object) -> tuple[tuple[str, ...], None]:
         stub = tmp_path / "prelude.h"
         stub.write_text('#error "the precompiled header was not used"\n')
         stub.with_name("prelude.h.gch").write_bytes(b"gpch of another compiler")
-        return ("-include", str(stub))
+        return ("-include", str(stub)), None
 
     monkeypatch.setattr(compile_module, "precompiled_prelude", broken)
     report = compile_units([unit("plain", 7.0)], isa, compiler, store)

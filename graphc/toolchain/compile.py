@@ -103,6 +103,7 @@ class _Build:
         self.workspace = store.workspace()
         self.flags = (*compile_flags(isa, compiler), *include_flags(INCLUDE_ROOTS))
         self.prelude: tuple[str, ...] = ()  # flags of the precompiled header, once it works
+        self.prelude_file: Stored | None = None  # may live in a folder of its own
         self.notes: list[str] = []
         self.results: dict[str, tuple[Stored, UnitResult]] = {}
         self.done = 0
@@ -169,7 +170,7 @@ class _Build:
 
     def _compile_all(self, missing: list[_Job], jobs: int) -> None:
         try:
-            self.prelude = precompiled_prelude(
+            self.prelude, self.prelude_file = precompiled_prelude(
                 self.isa, self.compiler, self.store, self.workspace, self.runner
             )
         except (CompileError, OSError) as error:

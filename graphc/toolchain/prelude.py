@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphc.errors import CompileError
-from graphc.store import PCH, KernelStore, Workspace
+from graphc.store import PCH, KernelStore, Stored, Workspace
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.flags import compile_flags, include_flags
 from graphc.toolchain.isa import Isa
@@ -25,8 +25,9 @@ def plain_prelude() -> tuple[str, ...]:
 
 def precompiled_prelude(
     isa: Isa, compiler: Compiler, store: KernelStore, workspace: Workspace, runner: Runner
-) -> tuple[str, ...]:
-    """Flags that include the precompiled prelude, built now if the cache has none.
+) -> tuple[tuple[str, ...], Stored]:
+    """Flags that include the precompiled prelude, built now if the cache has none, and the file,
+    which must be kept referenced while the flags are in use.
 
     Raises:
         CompileError: it cannot be built; compile with `plain_prelude` then.
@@ -53,8 +54,8 @@ def precompiled_prelude(
         cancelled=lambda: runner.cancelled,
     )
     if compiler.kind != "gcc":
-        return ("-include-pch", str(stored.path))
+        return ("-include-pch", str(stored.path)), stored
     stub = stored.path.parent / PRELUDE
     stub.write_text('#error "the precompiled header was not used"\n', encoding="utf-8")
     stored.path.rename(stub.with_name(PRELUDE + ".gch"))
-    return ("-include", str(stub))
+    return ("-include", str(stub)), stored

@@ -255,7 +255,9 @@ def test_plan_of_another_machine(
 
 def graphc(code: str, *args: object, **environ: str) -> subprocess.Popen[str]:
     """The command line in a process of its own, after running `code` in it."""
-    program = f"import sys\n{code}\nfrom cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    # a shell's background job (`make test &`) ignores Ctrl-C, and so would its children
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{heed}\n{code}\nfrom cli.main import main\nsys.exit(main(sys.argv[1:]))"
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, args)],
         stdout=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sympy
 import torch
@@ -93,6 +94,7 @@ def is_row_major(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
     return True
 
 
+@lru_cache(maxsize=100_000)
 def same(a: Dim, b: Dim) -> bool:
     """Whether two dims are surely equal."""
     if isinstance(a, int) and isinstance(b, int):

@@ -1,0 +1,1 @@
+"""C++ kernel templates and micro-kernels; data files, no Python."""

@@ -1,0 +1,632 @@
+"""Graph -> Steps: walks the groups in order, asks the rules, generates the loops.
+
+The result (`Lowered`) is still symbolic; `graphc.lowering.program` turns it into the Program of a
+bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+import graphc.kernels
+from graphc.errors import InternalError
+from graphc.ir.graph import Graph, Node, Value, map_tree
+from graphc.ir.types import (
+    Dim,
+    TensorType,
+    as_dim,
+    dtype_name,
+    is_row_major,
+    itemsize,
+    product,
+    row_major,
+)
+from graphc.lowering import views
+from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
+from graphc.lowering.expand import expand
+from graphc.lowering.groups import ANCHORS, Group, Grouping, group_nodes, root
+from graphc.lowering.loop_build import build_loop
+from graphc.lowering.loop_codegen import collapses, generate, generate_epilogue
+from graphc.lowering.loops import Constant, Load, Loop, Store
+
+
+@dataclass
+class BufferInfo:
+    """kind as in graphc.plan.Buffer; index is the position in that kind's table."""
+
+    kind: str
+    index: int
+    nbytes: Dim
+    name: str
+
+
+@dataclass
+class KernelStep:
+    """A native kernel call, symbolic."""
+
+    symbol: str
+    unit: Unit
+    units: tuple[Unit, ...]
+    pointers: list[View]
+    immediates: list[Dim]
+    range: Dim
+    grain: int
+    scratch: Dim
+    reads: list[int]
+    writes: list[int]
+    label: str
+    nodes: list[str]
+    flops: Dim | None = None
+
+
+@dataclass
+class FallbackStep:
+    """A torch call, symbolic: leaves of the argument trees are Views, Dims or literals."""
+
+    node: Node
+    arguments: Any
+    keywords: Any
+    outputs: list[View | None]
+    reason: str
+    reads: list[int]
+    binds: list[tuple[str, int, int]]
+
+
+@dataclass
+class ConstantInfo:
+    """A weight of the plan."""
+
+    name: str
+    tensor: torch.Tensor
+    layout: str
+    origin: str
+
+
+@dataclass
+class Lowered:
+    """Steps over buffers, and where the results are."""
+
+    graph: Graph
+    buffers: list[BufferInfo]
+    steps: list[KernelStep | FallbackStep]
+    constants: list[ConstantInfo]
+    results: list[tuple[str, Any]]  # ("buffer", id) | ("input", i) | ("constant", v) | ("dim", d)
+    result_types: list[TensorType | None]
+    fallbacks: list[tuple[str, str, str]] = field(default_factory=list)  # node, reason, location
+    fused: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    copies: int = 0
+
+
+def lower(graph: Graph, isa: str) -> Lowered:
+    """Lowers a graph for an instruction set level ("avx512", "avx2", "portable")."""
+    expanded = expand(graph)
+    return Lowering(expanded, isa).run()
+
+
+class Lowering:
+    """Implements graphc.lowering.context.LoweringContext."""
+
+    def __init__(self, graph: Graph, isa: str) -> None:
+        self.graph = graph
+        self.isa = isa
+        self.grouping: Grouping = group_nodes(graph)
+        self.buffers: list[BufferInfo] = []
+        self.steps: list[KernelStep | FallbackStep] = []
+        self.constants: list[ConstantInfo] = []
+        self.memory: dict[Value, View] = {}
+        self.row_major_copies: dict[View, View] = {}
+        self.fallbacks: list[tuple[str, str, str]] = []
+        self.fused: list[tuple[str, tuple[str, ...]]] = []
+        self.copies = 0
+        self.current: Group | None = None
+        self._constant_ids: dict[str, View] = {}
+        self._result_buffers: dict[Value, View] = {}
+        self._headers: dict[str, str] = {}
+
+    # -- driver -------------------------------------------------------------------------------
+
+    def run(self) -> Lowered:
+        """Emits all Steps."""
+        graph = self.graph
+        for position, value in enumerate(graph.inputs):
+            self.memory[value] = self._buffer("input", position, value.type, value.name)
+        for position, value in enumerate(graph.states):
+            self.memory[value] = self._buffer("state", position, value.type, value.name)
+        self._plan_results()
+        for group in self.grouping.order:
+            self.current = group
+            self._group(group)
+        self.current = None
+        results, types = self._results()
+        for table in (graph.state_updates, graph.input_updates):
+            for target, value in table.items():
+                if root(value, self.grouping.kinds) is not target or value is not target:
+                    self._copy(self.view(value), self.memory[target])
+        return Lowered(
+            graph, self.buffers, self.steps, self.constants, results, types, self.fallbacks,
+            self.fused, self.copies,
+        )  # fmt: skip
+
+    def _buffer(self, kind: str, index: int, type_: TensorType, name: str) -> View:
+        shape = type_.shape
+        self.buffers.append(
+            BufferInfo(kind, index, as_dim(product(shape) * itemsize(type_.dtype)), name)
+        )
+        return View(len(self.buffers) - 1, type_.dtype, shape, row_major(shape))
+
+    def _plan_results(self) -> None:
+        """A result that is a node's own value is written straight into the caller's buffer."""
+        updated = set(self.graph.state_updates.values()) | set(self.graph.input_updates.values())
+        for position, result in enumerate(self.graph.results):
+            if not isinstance(result, Value) or result in self._result_buffers:
+                continue
+            producer = result.producer
+            if producer is None or self.grouping.kinds[producer][0] in ("view", "fallback"):
+                continue
+            if not isinstance(result.type, TensorType) or result in updated:
+                continue
+            self._result_buffers[result] = self._buffer(
+                "output", position, result.type, result.name
+            )
+
+    def _results(self) -> tuple[list[tuple[str, Any]], list[TensorType | None]]:
+        made: list[tuple[str, Any]] = []
+        types: list[TensorType | None] = []
+        used: set[int] = set()
+        inputs = {value: k for k, value in enumerate(self.graph.inputs)}
+        mutated = set(self.graph.input_updates)
+        for position, result in enumerate(self.graph.results):
+            if isinstance(result, sympy.Expr):
+                made.append(("dim", result))
+                types.append(None)
+                continue
+            if not isinstance(result, Value):
+                made.append(("constant", result))
+                types.append(None)
+                continue
+            types.append(result.type)
+            if result in inputs and result not in mutated:
+                made.append(("input", inputs[result]))
+                continue
+            # a mutated input returned under its new value is the caller's own object
+            changed = [i for i, v in self.graph.input_updates.items() if v is result]
+            if changed:
+                made.append(("input", inputs[changed[0]]))
+                continue
+            view = self.view(result)
+            info = self.buffers[view.buffer]
+            if (
+                info.kind == "output"
+                and info.index == position
+                and view.buffer not in used
+                and result in self._result_buffers
+            ):
+                used.add(view.buffer)
+                made.append(("buffer", view.buffer))
+                continue
+            if info.kind == "external" and view.buffer not in used and self._whole(view):
+                used.add(view.buffer)
+                made.append(("buffer", view.buffer))
+                continue
+            target = self._buffer("output", position, result.type, result.name)
+            self._copy(view, target)
+            made.append(("buffer", target.buffer))
+        return made, types
+
+    def _whole(self, view: View) -> bool:
+        total = as_dim(product(view.shape) * itemsize(view.dtype))
+        return (
+            view.offset == 0
+            and total == self.buffers[view.buffer].nbytes
+            and is_row_major(view.shape, view.strides)
+        )
+
+    def _group(self, group: Group) -> None:
+        if group.anchor is not None:
+            self._node(group.anchor, group)
+            return
+        first = group.members[0]
+        what, reason = self.grouping.kinds[first]
+        if what == "fallback":
+            self._fallback(first, reason)
+        elif what == "copy":
+            self._copies(first)
+        elif what == "template":
+            self._node(first, group)
+        else:
+            self._loop(group)
+
+    def _loop(self, group: Group) -> None:
+        stored = self._stored(group)
+        if not stored:
+            return
+        loop = build_loop(self, group, stored, self.grouping)
+        self._emit_loop(loop, [m.name for m in group.members], _label(group.members))
+        if len(group.members) > 1:
+            self.fused.append((group.members[0].name, tuple(m.name for m in group.members)))
+
+    def _stored(self, group: Group) -> list[Value]:
+        """Values of the group that others read through memory."""
+        wanted: dict[Value, None] = {}
+        members = set(group.members)
+        own = {v for m in group.members for v in m.outputs}
+        needed = self._needed_by_others(members, own)
+        for member in group.members:
+            for value in member.outputs:
+                if value in needed:
+                    wanted[value] = None
+        return list(wanted)
+
+    def _needed_by_others(self, members: set[Node], own: set[Value]) -> set[Value]:
+        if not hasattr(self, "_readers"):
+            kinds = self.grouping.kinds
+            self._readers: dict[Value, set[Node]] = {}
+            self._leaving: set[Value] = set()
+            for node in self.graph.nodes:
+                if kinds[node][0] == "view":
+                    continue
+                for value in node.inputs():
+                    self._readers.setdefault(root(value, kinds), set()).add(node)
+            for value in self.graph.kept():
+                self._leaving.add(root(value, kinds))
+        return {
+            v for v in own if v in self._leaving or any(r not in members for r in self._readers.get(v, ()))
+        }
+
+    def _emit_loop(self, loop: Loop, names: Sequence[str], label: str) -> None:
+        made = generate(loop)
+        self.kernel(
+            Unit(label, made.source), made.symbol, pointers=made.pointers,
+            immediates=made.immediates, reads=made.reads, writes=made.writes, range=made.range,
+            grain=made.grain, scratch=made.scratch, label=label, nodes=names,
+        )  # fmt: skip
+
+    def _node(self, node: Node, group: Group) -> None:
+        """A template; if its rule refuses, torch does it and the epilogue becomes a loop."""
+        mark = (len(self.steps), len(self.buffers), len(self.constants), dict(self.memory))
+        try:
+            RULES[node.target](self, node)
+        except Refuse as refusal:
+            del self.steps[mark[0] :]
+            self.memory = mark[3]
+            self._fallback(node, str(refusal))
+        else:
+            for value in node.outputs:
+                if value not in self.memory and value in self._stored(group):
+                    raise InternalError(f"the rule for {node.target} made no {value.name}")
+            if group.anchor is not None:
+                if len(group.members) > 1:
+                    names = tuple(m.name for m in group.members)
+                    self.fused.append((node.name, names))
+                return
+        rest = [m for m in group.members if m is not node]
+        if rest:
+            follower = Group(group.number, group.domain, members=rest, axes=dict(group.axes))
+            for value in node.outputs:
+                follower.axes.pop(value, None)
+            for member in rest:
+                self.grouping.group_of[member] = follower
+            self._loop(follower)
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def _copy(self, source: View, target: View) -> None:
+        """A strided copy; shapes are equal."""
+        domain = list(target.shape)
+        load = Load(source.dtype, source, tuple(source.strides))
+        loop = Loop(domain, stores=[Store(load, target, tuple(target.strides))])
+        self.copies += 1
+        self._emit_loop(loop, [], "copy")
+
+    def _fill(self, value: Any, target: View) -> None:
+        from graphc.lowering.pointwise import literal
+
+        scalar = Constant(target.dtype, literal(value, target.dtype))
+        loop = Loop(list(target.shape), stores=[Store(scalar, target, tuple(target.strides))])
+        self._emit_loop(loop, [], "fill")
+
+    def _copies(self, node: Node) -> None:
+        result = node.outputs[0]
+        target = self.allocate(result)
+        if node.target == "aten.cat.default":
+            parts = [v for v in node.args[0] if v.type.shape != (0,)]
+            dim = int(node.argument("dim")) % max(len(result.type.shape), 1)
+            position: Dim = 0
+            for part in parts:
+                source = self.view(part)
+                size = part.type.shape[dim]
+                window = target.with_(
+                    shape=source.shape, offset=as_dim(target.offset + position * target.strides[dim])
+                )
+                self._copy(source, window)
+                position = as_dim(position + size)
+            return
+        source = self.view(node.args[0])
+        pads = list(node.args[1])
+        value = node.argument("value")
+        self._fill(0 if value is None else value, target)
+        shape, offset_in, offset_out = list(source.shape), source.offset, target.offset
+        for k in range(len(pads) // 2):
+            dim = len(shape) - 1 - k
+            before, after = pads[2 * k], pads[2 * k + 1]
+            if isinstance(before, int) and before < 0:
+                offset_in = as_dim(offset_in - before * source.strides[dim])
+                shape[dim] = as_dim(shape[dim] + before)
+            else:
+                offset_out = as_dim(offset_out + before * target.strides[dim])
+            if isinstance(after, int) and after < 0:
+                shape[dim] = as_dim(shape[dim] + after)
+        self._copy(
+            source.with_(shape=tuple(shape), offset=offset_in),
+            target.with_(shape=tuple(shape), offset=offset_out),
+        )
+
+    # -- fallback -----------------------------------------------------------------------------
+
+    def _fallback(self, node: Node, reason: str) -> None:
+        reads: list[int] = []
+
+        def leaf(item: Any) -> Any:
+            if isinstance(item, Value):
+                view = self.view(item)
+                reads.append(view.buffer)
+                return view
+            return item
+
+        arguments, keywords = map_tree(leaf, node.args), map_tree(leaf, dict(node.kwargs))
+        outputs: list[View | None] = []
+        binds: list[tuple[str, int, int]] = []
+        bound = {str(s) for s in self._bound_symbols()}
+        for position, value in enumerate(node.outputs):
+            if not isinstance(value.type, TensorType):
+                outputs.append(None)
+                expr = getattr(value.type, "expr", None)
+                if isinstance(expr, sympy.Symbol) and str(expr) not in bound:
+                    binds.append((str(expr), position, -1))
+                    bound.add(str(expr))
+                continue
+            view = self._external(value)
+            outputs.append(view)
+            for dim, size in enumerate(value.type.shape):
+                if isinstance(size, sympy.Symbol) and str(size) not in bound:
+                    if self.graph.symbols[str(size)].data:
+                        binds.append((str(size), position, dim))
+                        bound.add(str(size))
+        self.steps.append(
+            FallbackStep(node, arguments, keywords, outputs, reason, reads, binds)
+        )
+        self._bound.update(name for name, _, _ in binds)
+        self.fallbacks.append((f"{node.name} = {node.target}", reason, node.location))
+
+    def _bound_symbols(self) -> set[str]:
+        if not hasattr(self, "_bound"):
+            self._bound: set[str] = {s.name for s in self.graph.symbols.values() if not s.data}
+        return self._bound
+
+    def _external(self, value: Value) -> View:
+        view = self._buffer("external", -1, value.type, value.name)
+        self.memory[value] = view
+        return view
+
+    # -- LoweringContext ----------------------------------------------------------------------
+
+    def view(self, value: Any) -> View:
+        """The strided view of a value, computing views and weights on demand."""
+        if value in self.memory:
+            return self.memory[value]
+        if value in self.graph.weights:
+            made = self.constant(value.name, self.graph.weights[value], origin=value.name)
+            self.memory[value] = made
+            return made
+        producer = value.producer
+        if producer is not None and self.grouping.kinds[producer][0] == "view":
+            base = self.view(producer.args[0])
+            made_view = views.apply(producer, base)
+            if made_view is None:
+                base = self._row_major(base)
+                made_view = views.apply(producer, base)
+                if made_view is None:
+                    raise InternalError(f"cannot view through {producer}")
+            self.memory[value] = made_view.with_(dtype=value.type.dtype)
+            return self.memory[value]
+        raise InternalError(f"{value.name} is read before it is in memory")
+
+    def _row_major(self, view: View) -> View:
+        if is_row_major(view.shape, view.strides):
+            return view
+        if view not in self.row_major_copies:
+            target = self._buffer("arena", -1, TensorType(view.dtype, view.shape), "copy")
+            self._copy(view, target)
+            self.row_major_copies[view] = target
+        return self.row_major_copies[view]
+
+    def contiguous(self, value: Any) -> View:
+        """Row-major view of a value; a copy Step is emitted when it is not."""
+        return self._row_major(self.view(value))
+
+    def allocate(self, value: Value) -> View:
+        """Memory for a value that is about to be written."""
+        if value in self.memory:
+            return self.memory[value]
+        if value in self._result_buffers:
+            view = self._result_buffers[value]
+        else:
+            view = self._buffer("arena", -1, value.type, value.name)
+        self.memory[value] = view
+        return view
+
+    def outputs(self, node: Node) -> tuple[View, ...]:
+        """Row-major views for the results of `node`."""
+        return tuple(self.allocate(v) for v in node.outputs)
+
+    def workspace(self, shape: Sequence[Dim], dtype: str) -> View:
+        """Temporary arena memory."""
+        return self._buffer("arena", -1, TensorType(dtype, tuple(shape)), "workspace")
+
+    def weight(self, value: Any) -> torch.Tensor | None:
+        """The constant behind a value (through views)."""
+        if not isinstance(value, Value):
+            return None
+        if value in self.graph.weights:
+            return self.graph.weights[value]
+        producer = value.producer
+        if producer is not None and self.grouping.kinds[producer][0] == "view":
+            base = self.weight(producer.args[0])
+            if base is not None and not any(
+                isinstance(d, sympy.Expr) for d in value.type.shape
+            ):
+                args = [base, *producer.args[1:]]
+                with torch.no_grad():
+                    made: torch.Tensor = producer.op(
+                        *[list(a) if isinstance(a, tuple) else a for a in args], **producer.kwargs
+                    )
+                return made
+        return None
+
+    def constant(self, name: str, data: torch.Tensor, layout: str = "", origin: str = "") -> View:
+        """Stores a constant once per distinct content."""
+        data = data.detach().contiguous()
+        digest = hashlib.sha256(
+            data.reshape(-1).view(torch.uint8).numpy().tobytes()
+            if data.numel()
+            else b""
+        ).hexdigest() + f":{data.dtype}:{tuple(data.shape)}"
+        if digest in self._constant_ids:
+            return self._constant_ids[digest]
+        self.constants.append(ConstantInfo(name, data, layout, origin or name))
+        shape = tuple(int(s) for s in data.shape)
+        view = self._buffer(
+            "weight", len(self.constants) - 1, TensorType(dtype_name(data.dtype), shape), name
+        )
+        self._constant_ids[digest] = view
+        return view
+
+    def epilogue(
+        self, node: Node, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int
+    ) -> Epilogue:
+        """The fused elementwise chain behind a product, as a gc_epilogue."""
+        group = self.current
+        assert group is not None
+        result = node.outputs[0]
+        if group.anchor is not node:
+            group = Group(-1, [d for d in result.type.shape if d != 1], anchor=node, members=[node])
+            from graphc.lowering.groups import _in_order
+
+            group.axes[result] = _in_order(result.type.shape)
+            stored = [result]
+        else:
+            stored = self._stored(group)
+        counts = ANCHORS[node.target](len(result.type.shape)) if node.target in ANCHORS else None
+        if counts is None:
+            raise InternalError(f"{node.target} has no epilogue parts")
+        parts = _parts(result.type.shape, counts)
+        loop = build_loop(self, group, stored, self.grouping)
+        loop = self._collapsible(loop, parts)
+        name, source, arguments = generate_epilogue(loop, parts, pointers, immediates)
+        return Epilogue(
+            name, source, tuple(arguments.pointers), tuple(arguments.immediates),
+            tuple(load.view for load in loop.loads()), tuple(s.view for s in loop.stores),
+        )  # fmt: skip
+
+    def _collapsible(self, loop: Loop, parts: tuple[list[int], list[int], list[int]]) -> Loop:
+        """Copies operands that do not run through a part of [Z, M, N] with one stride."""
+        from graphc.lowering.loop_codegen import _rebuild
+
+        replaced: dict[int, Load] = {}
+        for load in loop.loads():
+            if all(collapses(loop.domain, axes, load.strides) for axes in parts):
+                continue
+            # copied along the parts it varies in, broadcast along the others
+            shape: list[Dim] = []
+            for axes in parts:
+                varies = any(load.strides[a] != 0 for a in axes)
+                shape += [loop.domain[a] if varies else 1 for a in axes]
+            order = [a for axes in parts for a in axes]
+            source = load.view.with_(
+                shape=tuple(shape), strides=tuple(load.strides[a] for a in order)
+            )
+            target = self._buffer("arena", -1, TensorType(load.view.dtype, tuple(shape)), "copy")
+            self._copy(source, target)
+            strides: list[Dim] = [0] * len(loop.domain)
+            for position, axis in enumerate(order):
+                if shape[position] != 1:
+                    strides[axis] = target.strides[position]
+            replaced[id(load)] = Load(load.dtype, target, tuple(strides))
+        if not replaced:
+            return loop
+        for scalar in loop.scalars():
+            if id(scalar) in replaced:
+                fresh = replaced[id(scalar)]
+                object.__setattr__(scalar, "view", fresh.view)
+                object.__setattr__(scalar, "strides", fresh.strides)
+        return _rebuild(loop, loop.domain, loop.reduced, lambda s: s, lambda a: a)
+
+    def kernel(
+        self,
+        unit: Unit,
+        symbol: str,
+        *,
+        pointers: Sequence[View],
+        immediates: Sequence[Dim] = (),
+        reads: Sequence[View] = (),
+        writes: Sequence[View] = (),
+        range: Dim = 1,
+        grain: int = 1,
+        scratch: Dim = 0,
+        label: str = "",
+        flops: Dim | None = None,
+        units: Sequence[Unit] = (),
+        nodes: Sequence[str] | None = None,
+    ) -> None:
+        """Emits one Step."""
+        if nodes is None:
+            nodes = [m.name for m in self.current.members] if self.current else []
+        self.steps.append(
+            KernelStep(
+                symbol, unit, tuple(units), list(pointers), [as_dim(i) for i in immediates],
+                as_dim(range), grain, as_dim(scratch),
+                list(dict.fromkeys(v.buffer for v in reads)),
+                list(dict.fromkeys(v.buffer for v in writes)), label or unit.name, list(nodes),
+                flops,
+            )
+        )  # fmt: skip
+
+    def static(self, dim: Dim) -> int | None:
+        """The integer behind a dim, or None."""
+        dim = as_dim(dim)
+        return dim if isinstance(dim, int) else None
+
+    def header(self, name: str) -> str:
+        """Text of a file of graphc/kernels."""
+        if name not in self._headers:
+            folder = Path(graphc.kernels.__path__[0])
+            self._headers[name] = (folder / name).read_text()
+        return self._headers[name]
+
+
+def _parts(
+    shape: Sequence[Dim], counts: tuple[int, int, int]
+) -> tuple[list[int], list[int], list[int]]:
+    """Domain axes (size-1 dims have none) of the Z, M and N dims of a result."""
+    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    axis = 0
+    for dim, size in enumerate(shape):
+        if size == 1:
+            continue
+        which = 0 if dim < counts[0] else (1 if dim < counts[0] + counts[1] else 2)
+        parts[which].append(axis)
+        axis += 1
+    return parts
+
+
+def _label(members: Sequence[Node]) -> str:
+    names = [m.target.split(".")[1] for m in members]
+    short = names if len(names) <= 4 else [*names[:3], f"+{len(names) - 3}"]
+    return "_".join(short)

@@ -155,17 +155,19 @@ def publish(root: Path, bucket: str, key: Key, payload: Path, label: str, second
 def remove(root: Path, bucket: str, digest: str) -> None:
     """Takes an entry away whole: a reader sees all of it or nothing."""
     place = folder(root, bucket, digest)
+    if not place.exists():
+        return
+    aside: Path | None = None
     try:
         aside = Path(tempfile.mkdtemp(dir=root / "tmp", prefix="remove-"))
         place.rename(aside / digest)
     except FileNotFoundError:
-        discard(aside)
-        return
+        pass  # another process was first
     except OSError:  # no space even for a folder: remove in place, meta first
         (place / META).unlink(missing_ok=True)
         discard(place)
-        return
-    discard(aside)
+    if aside is not None:
+        discard(aside)
 
 
 def file_digest(path: Path) -> tuple[str, int]:

@@ -39,7 +39,7 @@ class StringDisk(diskcache.Disk):  # type: ignore[misc]
         self._root = Path(directory).parent
         self.spared = threading.local()  # a place whose row is being replaced, not dropped
 
-    def put(self, key: Any) -> tuple[str, bool]:
+    def put(self, key: Any) -> Any:
         if type(key) is not str or not entry.is_digest(key):
             raise PickleRefused(f"expected a digest as key, found {key!r}")
         return key, True
@@ -49,7 +49,7 @@ class StringDisk(diskcache.Disk):  # type: ignore[misc]
             raise PickleRefused(f"expected a digest as key, found {key!r}")
         return key
 
-    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, str, str]:
+    def store(self, value: Any, read: bool, key: Any = None) -> Any:
         place, _, size = str(value).partition(" ")
         if type(value) is not str or _PLACE.fullmatch(place) is None:
             raise PickleRefused(f"expected a place and a size, found {value!r}")

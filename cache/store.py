@@ -87,6 +87,9 @@ class Store:
         """See `KernelStore.workspace`."""
         if self.writable:
             try:
+                if not (self.root / "tmp").is_dir():  # somebody removed the whole cache
+                    folder.open_root(self.root)
+                    self._open_index()
                 return Area(self.root / "tmp")
             except OSError as error:
                 self._note(f"cache folder not usable for temporary files: {error.strerror}")
@@ -250,7 +253,12 @@ class Store:
         place = entry.folder(self.root, bucket, digest)
         target = self._target(bucket, workspace)
         try:
-            meta = entry.take(place, bucket, target)
+            try:
+                meta = entry.take(place, bucket, target)
+            except entry.Damage:
+                # half of it may have been evicted between two reads: damage shows again
+                target.unlink(missing_ok=True)
+                meta = entry.take(place, bucket, target)
         except FileNotFoundError:
             if not counted:
                 self._with_index(lambda index: index.touch(digest), False)  # counts the miss

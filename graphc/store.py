@@ -54,10 +54,12 @@ class KernelStore(Protocol):
 
     def workspace(self) -> Workspace:
         """A new private folder, inside the cache when that is writable."""
+        ...
 
     def fetch(self, bucket: str, fields: Fields, workspace: Workspace) -> Stored | None:
         """The entry's file in `workspace`, verified by its SHA-256, or None on a miss. A damaged
         entry is dropped, noted and counts as a miss."""
+        ...
 
     def fetch_or_make(
         self,
@@ -71,12 +73,16 @@ class KernelStore(Protocol):
     ) -> Stored:
         """As `fetch`; on a miss calls `make(path)` to write the file, once among all processes
         that want this key, and publishes it atomically. Errors of `make` pass through."""
+        ...
 
     def why(self, bucket: str, fields: Fields) -> str:
         """One line: how the nearest stored key differs from this one."""
+        ...
 
     def record_misses(self, misses: list[tuple[str, str, Fields]]) -> None:
         """Remembers (bucket, label, fields) of the latest build's misses for `cache why --last`."""
+        ...
 
     def drain_notes(self) -> list[str]:
         """What a user should hear (repairs, a read-only folder, no space), once each."""
+        ...

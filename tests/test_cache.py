@@ -191,6 +191,17 @@ def test_objects_live_as_long_as_their_report_even_if_the_cache_is_wiped() -> No
     assert store.check() == []
 
 
+def test_a_cache_removed_under_a_running_store_is_made_again() -> None:
+    store = Store()
+    report = build(store, "one")
+    shutil.rmtree(store.root)
+    assert build(store, "one").compiled == 1
+    assert build(store, "one").hits == 1
+    assert len(report.objects) == 1
+    assert store.check() == []
+    assert Store().check() == []
+
+
 def test_two_processes_compile_once(fake: Path, tmp_path: Path) -> None:
     (tmp_path / "tests_build.py").write_text(Path(__file__).read_text())
     script = (

@@ -1,0 +1,362 @@
+"""Captured graph -> plan folder: passes, lowering, compile, link, write.
+
+`graphc.api` wires this to the passes and the cache; nothing here imports either.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+import graphc
+from graphc.frontends.capture import Captured
+from graphc.ir.graph import Graph
+from graphc.ir.types import UNBOUNDED, TensorType
+from graphc.lowering.context import Unit
+from graphc.lowering.lower import KernelStep, Lowered, lower
+from graphc.lowering.program import Expressions, Planner, build_program, evaluate
+from graphc.plan import ABI_VERSION, FORMAT_VERSION, Output, Plan, Program, State, Symbol, Tensor
+from graphc.plan_io import KERNELS, WEIGHTS, Content, WeightsWriter, write_plan
+from graphc.report import (
+    BucketRecord,
+    BuildReport,
+    CompileRecord,
+    FallbackRecord,
+    Interval,
+    KernelRecord,
+    MemoryRecord,
+    PassRecord,
+    StageRecord,
+    SymbolRecord,
+)
+from graphc.shapes import Bucket
+from graphc.store import KernelStore
+from graphc.toolchain.compile import CompileReport, compile_units
+from graphc.toolchain.compiler import Compiler
+from graphc.toolchain.isa import Isa
+from graphc.toolchain.link import link
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Request:
+    """What to build. `transform` runs the passes; `planner` places buffers."""
+
+    captured: Captured
+    output: Path
+    model: str
+    source: str
+    phase: str
+    buckets: Callable[[Mapping[str, tuple[int, int]]], list[Bucket]]
+    transform: Callable[[Graph], tuple[Graph, list[PassRecord]]]
+    planner: Planner
+    store: KernelStore
+    isa: Isa
+    jobs: int | None = None
+    require_cached: bool = False
+    progress: Progress | None = None
+    stages: list[StageRecord] = field(default_factory=list)
+    text: Callable[[Graph], str] | None = None
+
+
+def build_plan(request: Request) -> BuildReport:
+    """Builds and writes the plan of `request.captured`; gives its report."""
+    return _Build(request).run()
+
+
+class _Build:
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.stages = list(request.stages)
+        self.show = request.progress or (lambda text, done, total: None)
+
+    def _timed(self, name: str, action: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        self.show(name, 0, 0)
+        result = action()
+        self.stages.append(StageRecord(name, time.perf_counter() - start))
+        return result
+
+    def run(self) -> BuildReport:
+        request = self.request
+        captured = request.captured
+        graph, records = self._timed("passes", lambda: request.transform(captured.graph))
+        lowered: Lowered = self._timed("lowering", lambda: lower(graph, request.isa.level))
+        symbols = list(graph.symbols)
+        ranges = {
+            s.name: (s.minimum, s.maximum) for s in graph.symbols.values() if not s.data
+        }
+        buckets = request.buckets(ranges)
+        sources = source_names(lowered)
+
+        def programs() -> list[tuple[Program, Expressions]]:
+            return [
+                build_program(
+                    lowered, phase=request.phase, bucket=bucket.name, limits=bucket.limits,
+                    symbols=symbols, sources=sources, planner=request.planner,
+                )
+                for bucket in buckets
+            ]  # fmt: skip
+
+        planned: list[tuple[Program, Expressions]] = self._timed("memory", programs)
+        compiler = Compiler.discover()
+        units = collect_units(lowered)
+
+        def compiled() -> CompileReport:
+            return compile_units(
+                units, request.isa, compiler, request.store, jobs=request.jobs,
+                require_cached=request.require_cached,
+                progress=lambda result, done, total: self.show(
+                    f"compile {result.name}", done, total
+                ),
+            )  # fmt: skip
+
+        objects: CompileReport = self._timed("compile", compiled)
+        table = planned[0][1]
+        return self._write(
+            graph, lowered, [p for p, _ in planned], table, objects, compiler, records, sources
+        )
+
+    def _write(
+        self,
+        graph: Graph,
+        lowered: Lowered,
+        programs: list[Program],
+        table: Expressions,
+        objects: CompileReport,
+        compiler: Compiler,
+        records: list[PassRecord],
+        sources: Mapping[str, str],
+    ) -> BuildReport:
+        request = self.request
+        start = time.perf_counter()
+        self.show("write", 0, 0)
+        request.output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".graphc-", dir=request.output.absolute().parent
+        ) as folder:
+            library = Path(folder) / KERNELS
+            link(objects.objects, library, compiler, request.store)
+            with WeightsWriter(Path(folder) / WEIGHTS) as writer:
+                for item in lowered.constants:
+                    writer.add(
+                        item.name, str(item.tensor.dtype).removeprefix("torch."),
+                        tuple(item.tensor.shape), tensor_bytes(item.tensor), item.layout,
+                        item.origin,
+                    )  # fmt: skip
+                states = self._states(graph, table, writer)
+            plan = self._plan(graph, lowered, programs, table, states, writer)
+            self.stages.append(StageRecord("write", time.perf_counter() - start))
+            report = self._report(
+                graph, lowered, programs, objects, compiler, records, plan, sources
+            )
+            files: dict[str, Content] = {
+                KERNELS: library,
+                WEIGHTS: Path(folder) / WEIGHTS,
+                "report.json": report.to_json(),
+            }
+            if request.text is not None:
+                files["graph.txt"] = request.text(graph)
+            for step in lowered.steps:
+                if isinstance(step, KernelStep) and step.symbol in sources:
+                    files[f"sources/{sources[step.symbol]}"] = step.unit.source
+            write_plan(request.output, plan, files)
+        return report
+
+    def _states(self, graph: Graph, table: Expressions, writer: WeightsWriter) -> list[State]:
+        made: list[State] = []
+        for value, tensor in graph.states.items():
+            weight = -1
+            if tensor.numel() and bool(tensor.any()):
+                weight = writer.add(
+                    value.name, value.type.dtype, tuple(tensor.shape), tensor_bytes(tensor),
+                    origin=value.name,
+                )  # fmt: skip
+            made.append(State(_tensor(value.name, value.type, table), weight))
+        return made
+
+    def _plan(
+        self,
+        graph: Graph,
+        lowered: Lowered,
+        programs: list[Program],
+        table: Expressions,
+        states: list[State],
+        writer: WeightsWriter,
+    ) -> Plan:
+        request, captured = self.request, self.request.captured
+        outputs: list[Output] = []
+        for position, (kind, what) in enumerate(lowered.results):
+            type_ = lowered.result_types[position]
+            tensor = None if type_ is None else _tensor(f"output{position}", type_, table)
+            if kind == "dim":
+                outputs.append(Output(None, "expression", table.add(what)))
+            elif kind == "constant":
+                outputs.append(Output(None, "constant", value=what))
+            else:
+                outputs.append(Output(tensor, kind, what))
+        return Plan(
+            format=FORMAT_VERSION,
+            abi=ABI_VERSION,
+            version=graphc.__version__,
+            model=request.model,
+            machine=request.isa.machine(),
+            symbols=_symbols(graph),
+            inputs=[_tensor(v.name, v.type, table) for v in graph.inputs],
+            outputs=outputs,
+            arguments=captured.arguments,
+            keywords=captured.keywords,
+            results=captured.results,
+            mutated_inputs=[k for k, v in enumerate(graph.inputs) if v in graph.input_updates],
+            states=states,
+            weights=writer.weights,
+            programs=programs,
+            files={},
+            uses_torch=any(not isinstance(s, KernelStep) for s in lowered.steps),
+            positional_names=list(captured.positional_names),
+        )
+
+    def _report(
+        self,
+        graph: Graph,
+        lowered: Lowered,
+        programs: Sequence[Program],
+        objects: CompileReport,
+        compiler: Compiler,
+        records: list[PassRecord],
+        plan: Plan,
+        sources: Mapping[str, str],
+    ) -> BuildReport:
+        request = self.request
+        location = {node.name: node.location for node in graph.nodes}
+        kernels: dict[str, KernelRecord] = {}
+        origins = {u.name: u for u in objects.units}
+        for step in lowered.steps:
+            if not isinstance(step, KernelStep):
+                continue
+            old = kernels.get(step.symbol)
+            made = origins.get(step.unit.name)
+            kernels[step.symbol] = KernelRecord(
+                step.symbol, sources.get(step.symbol, ""), (old.steps if old else 0) + 1,
+                made is None or made.origin == "hit", step.label,
+                [*(old.nodes if old else []), *step.nodes],
+                sorted({location.get(n, "") for n in step.nodes} - {""}),
+                made.seconds if made else 0.0,
+            )  # fmt: skip
+        fallbacks = [
+            FallbackRecord(
+                node.split(" = ")[1], node.split(" = ")[0], reason, where, request.phase
+            )
+            for node, reason, where in lowered.fallbacks
+        ]
+        return BuildReport(
+            model=request.model,
+            source=request.source,
+            version=graphc.__version__,
+            symbols=[SymbolRecord(s.name, s.minimum, s.maximum) for s in graph.symbols.values()],
+            stages=self.stages,
+            passes=records,
+            buckets=[
+                BucketRecord(
+                    p.phase, p.bucket, dict(p.limits), len(p.steps),
+                    sum(s.kernel is not None for s in p.steps),
+                    sum(s.fallback is not None for s in p.steps),
+                )
+                for p in programs
+            ],
+            memory=[_memory(p, lowered) for p in programs],
+            kernels=list(kernels.values()),
+            fallbacks=fallbacks,
+            compile=CompileRecord(
+                len(objects.units), objects.hits, objects.compiled, objects.seconds,
+                compiler.identity, request.isa.level,
+            ),
+            weights_bytes=sum(w.nbytes for w in plan.weights),
+            weights=len(plan.weights),
+            notes=[*request.captured.notes, *objects.notes],
+        )  # fmt: skip
+
+
+def collect_units(lowered: Lowered) -> list[Unit]:
+    """Every translation unit of the kernels, once per source text, and the executor."""
+    found: dict[str, Unit] = {}
+    for step in lowered.steps:
+        if isinstance(step, KernelStep):
+            for unit in (step.unit, *step.units):
+                found.setdefault(unit.source, unit)
+    runtime = Path(__file__).parent / "runtime" / "executor.cpp"
+    text = runtime.read_text()
+    found.setdefault(text, Unit("executor", text))
+    return list(found.values())
+
+
+def source_names(lowered: Lowered) -> dict[str, str]:
+    """File name under sources/ of each kernel symbol."""
+    names: dict[str, str] = {}
+    for step in lowered.steps:
+        if isinstance(step, KernelStep):
+            names.setdefault(step.symbol, f"{step.symbol}.cpp")
+    return names
+
+
+def tensor_bytes(tensor: Any) -> bytes:
+    """The C-contiguous bytes of a tensor of any dtype."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return b""
+    data: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def _tensor(name: str, type_: TensorType, table: Expressions) -> Tensor:
+    return Tensor(
+        name, type_.dtype, [table.add(d) for d in type_.shape], [str(d) for d in type_.shape]
+    )
+
+
+def _symbols(graph: Graph) -> list[Symbol]:
+    made: list[Symbol] = []
+    for info in graph.symbols.values():
+        where = (-1, -1)
+        if not info.data:
+            where = _binding(graph, info.expr)
+        made.append(
+            Symbol(info.name, info.minimum, min(info.maximum, UNBOUNDED), *where)
+        )
+    return made
+
+
+def _binding(graph: Graph, expr: sympy.Symbol) -> tuple[int, int]:
+    """The input dimension that tells a symbol: itself, else one that is linear in it alone."""
+    for exact in (True, False):
+        for position, value in enumerate(graph.inputs):
+            for dim, size in enumerate(value.type.shape):
+                if isinstance(size, int):
+                    continue
+                if size == expr or (not exact and size.free_symbols == {expr}):
+                    return position, dim
+    return -1, -1
+
+
+def _memory(program: Program, lowered: Lowered) -> MemoryRecord:
+    intervals = [
+        Interval(
+            buffer.name, buffer.first, buffer.last, buffer.offset,
+            evaluate(info.nbytes, program.limits),
+        )
+        for buffer, info in zip(program.buffers, lowered.buffers, strict=True)
+        if buffer.kind == "arena"
+    ]  # fmt: skip
+    return MemoryRecord(
+        program.phase, program.bucket, program.arena_bytes, program.lower_bound,
+        program.naive_bytes, len(program.steps), intervals,
+    )  # fmt: skip

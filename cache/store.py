@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shutil
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +23,7 @@ import msgspec
 from cache import entry, folder, why
 from cache.index import Index, IndexDamaged, IndexUnavailable, rebuild
 from cache.key import Key
+from cache.workspace import Area, no_space, private_area
 from graphc.errors import GraphcError
 from graphc.store import KERNELS, PAYLOADS, Fields, NoSpaceError, Stored, Workspace
 
@@ -35,17 +33,6 @@ _LOCK_SECONDS = 900.0
 _SPACE_FOR_INDEX = 1 << 20
 _MISSES = "last-misses.json"
 _MISSES_KEPT = 64
-
-
-class Area:
-    """A private temporary folder, removed on `close` or when nobody refers to it any more."""
-
-    def __init__(self, parent: Path | None) -> None:
-        self.path = Path(tempfile.mkdtemp(dir=parent, prefix="graphc-"))
-        self._end = weakref.finalize(self, _discard_own, self.path, os.getpid())
-
-    def close(self) -> None:
-        self._end()
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,7 @@ class Store:
                 return Area(self.root / "tmp")
             except OSError as error:
                 self._note(f"cache folder not usable for temporary files: {error.strerror}")
-        return _private_area()
+        return private_area()
 
     def fetch(self, bucket: str, fields: Fields, workspace: Workspace) -> Stored | None:
         """See `KernelStore.fetch`."""
@@ -294,14 +281,14 @@ class Store:
         # the cache's disk is full: once more on the temporary folder's
         path.unlink(missing_ok=True)
         self._note(f"no space left in {self.root}: compiling in the temporary folder")
-        area = _private_area()
+        area = private_area()
         try:
             make(area.path / path.name)
         except OSError as error:
             area.close()
             if error.errno not in folder.NO_SPACE:
                 raise
-            raise _no_space(area.path) from None
+            raise no_space(area.path) from None
         except BaseException:
             area.close()
             raise
@@ -405,27 +392,3 @@ class Store:
                     made = place.stat().st_mtime
                     found.append((made, bucket, digest, entry.read_meta(place).bytes))
         return [(bucket, digest, size) for _, bucket, digest, size in sorted(found)]
-
-
-def _discard_own(path: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child holds a copy of the Area, not the folder
-        folder.discard(path)
-
-
-def _private_area() -> Workspace:
-    try:
-        return Area(None)
-    except OSError as error:
-        if error.errno in folder.NO_SPACE:
-            raise _no_space(Path(tempfile.gettempdir())) from None
-        raise GraphcError(
-            f"no temporary folder can be made: {error.strerror}", hint="set TMPDIR"
-        ) from None
-
-
-def _no_space(where: Path) -> NoSpaceError:
-    return NoSpaceError(
-        "no space left on the device",
-        where=str(where),
-        hint="free some space, or set GRAPHC_CACHE_DIR and TMPDIR to another disk",
-    )

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -118,6 +116,9 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
     plan or the new one. Raises UsageError if the destination holds something else; OSError (disk
     full, read-only) leaves the old plan in place.
     """
+    import shutil  # here, not above: a program that only loads plans starts sooner
+    import tempfile
+
     folder = Path(folder).absolute()
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from graphc.errors import InputRejectedError, InternalError
 from graphc.plan import Plan, Program
@@ -13,8 +14,7 @@ from graphc.runtime.native import UNBOUND, NativeProgram
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@dataclass
-class Assignment:
+class Assignment(msgspec.Struct):
     """One choice: a program, the symbols' values, and the result shapes (None: not yet known)."""
 
     program: int
@@ -22,11 +22,10 @@ class Assignment:
     symbols: list[int]
     outputs: list[tuple[int, ...] | None]
     scratch: int  # bytes per thread
-    unchecked: list[int] = field(default_factory=list)  # guards on data-dependent symbols
+    unchecked: list[int] = []  # guards on data-dependent symbols
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(msgspec.Struct, frozen=True):
     """The symbol's input dimension is factor * symbol + constant."""
 
     symbol: int

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from graphc.errors import InputRejectedError, InternalError
 from graphc.plan import Plan, Program
@@ -19,6 +18,9 @@ from graphc.runtime.native import UNBOUND, Frame, Library, NativeProgram, thread
 from graphc.runtime.pool import MappedFile, Region, aligned_empty, round_up
 from graphc.runtime.states import States
 from graphc.runtime.tensors import Bound, as_numpy, new_tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Shape = tuple[int, ...]
 
@@ -41,8 +43,7 @@ class Natives(Sequence[NativeProgram]):
         return native
 
 
-@dataclass
-class Schedule:
+class Schedule(msgspec.Struct):
     """A program as alternating native stretches (first, end) and fallbacks (step, callable)."""
 
     parts: list[tuple[int, Any]]
@@ -55,8 +56,7 @@ class Schedule:
     times: NDArray[np.int64]  # nanoseconds per step
 
 
-@dataclass
-class _Run:
+class _Run(msgspec.Struct):
     """What one run has made so far."""
 
     choice: Assignment

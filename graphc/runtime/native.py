@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import tempfile
 import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphc.errors import DamagedError, InternalError, PlanMismatchError
 from graphc.plan import ABI_VERSION, OPERATORS, Expression, Plan, Program
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MAGIC = 0x31504347
 UNBOUND = -(1 << 63)  # value of a symbol that is not known yet
@@ -123,6 +123,9 @@ def load_library(path: Path, digest: str) -> Library:
         if digest not in _libraries:
             place = str(path.resolve())
             if place in _paths:
+                import shutil
+                import tempfile
+
                 with tempfile.TemporaryDirectory(prefix="graphc-") as folder:
                     copy = Path(folder) / f"{digest}.so"
                     shutil.copyfile(path, copy)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphc.errors import DamagedError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20

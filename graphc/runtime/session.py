@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
+import msgspec
 
 from graphc.errors import UsageError
 from graphc.plan import Plan
@@ -27,11 +26,13 @@ from graphc.runtime.pool import MappedFile
 from graphc.runtime.states import States
 from graphc.runtime.tensors import Bound, Input
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _CHOICES = 256  # remembered shape assignments
 
 
-@dataclass
-class Stats:
+class Stats(msgspec.Struct):
     """Counts since load. `copied_inputs` counts inputs made contiguous; `choices` the
     times a program was chosen for new shapes."""
 
@@ -41,8 +42,7 @@ class Stats:
     choices: int = 0
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(msgspec.Struct, frozen=True):
     """Time of one Step, added up over the profiled runs."""
 
     index: int

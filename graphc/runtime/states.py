@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import zipfile
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphc.errors import DamagedError, InternalError, UsageError
 from graphc.plan import Plan
 from graphc.runtime.native import NativeProgram
 from graphc.runtime.pool import Region
 from graphc.runtime.tensors import ITEMSIZE, numpy_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class States:
@@ -70,10 +71,12 @@ class States:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
+        from zipfile import BadZipFile
+
         try:
             with np.load(path, allow_pickle=False) as stored:
                 found = {key: stored[key] for key in stored.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        except (OSError, ValueError, BadZipFile, EOFError) as error:
             raise DamagedError(f"cannot read the states: {error}", where=str(path)) from error
         wanted = [self._key(i) for i in range(len(self._regions))]
         if sorted(found) != sorted(wanted):

@@ -8,14 +8,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphc.errors import InputRejectedError, UnsupportedError
 from graphc.plan import Tensor
 from graphc.runtime.pool import Region, aligned_empty
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 #: bytes of an element, by torch's dtype name
 ITEMSIZE = {

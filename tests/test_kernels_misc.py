@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernel_harness import Constant, available_isas, lookup, run_rule
 
 import graphc.lowering.templates.grouped
 import graphc.lowering.templates.indexing
@@ -19,6 +18,7 @@ import graphc.lowering.templates.scanning
 import graphc.lowering.templates.scattering
 import graphc.lowering.templates.sorting  # noqa: F401
 from graphc.lowering.context import Refuse
+from tests.kernel_harness import Constant, available_isas, lookup, run_rule
 
 torch.set_num_threads(1)
 ISAS = available_isas()

@@ -76,6 +76,13 @@ void mapped_copy(const gc_args* args, int64_t begin, int64_t end) {
   }
 }
 
+// One strided run, cut anywhere: imm: dst_stride, src_stride.  Range: items.
+template <class T>
+void linear_copy(const gc_args* args, int64_t begin, int64_t end) {
+  const int64_t ds = args->imm[0], ss = args->imm[1];
+  copy_run((T*)args->ptr[1] + begin * ds, ds, (const T*)args->ptr[0] + begin * ss, ss, end - begin);
+}
+
 template <class T>
 void fill(const gc_args* args, int64_t begin, int64_t end) {
   const T value = *(const T*)args->ptr[0];
@@ -89,6 +96,9 @@ void fill(const gc_args* args, int64_t begin, int64_t end) {
 #define GC_DEFINE(TAG, TYPE)                                                               \
   GC_EXPORT void gc_mapped_copy_##TAG(const gc_args* args, int64_t begin, int64_t end) {   \
     gc::mapped_copy<TYPE>(args, begin, end);                                               \
+  }                                                                                        \
+  GC_EXPORT void gc_linear_copy_##TAG(const gc_args* args, int64_t begin, int64_t end) {   \
+    gc::linear_copy<TYPE>(args, begin, end);                                               \
   }                                                                                        \
   GC_EXPORT void gc_fill_##TAG(const gc_args* args, int64_t begin, int64_t end) {          \
     gc::fill<TYPE>(args, begin, end);                                                      \

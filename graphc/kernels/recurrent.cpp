@@ -47,27 +47,29 @@ void bias(const gc_args* args) {
   for (int64_t i = 0; i < h; ++i) dst[n + i] = apart < n ? (float)b[apart + i] : 0.0f;
 }
 
-// A cell: x and g are the input and hidden part of its gates, `state` the fp32 memory of a row.
+// A cell: x and g are the input and hidden part of its gates (g may be overwritten), `state` the
+// fp32 memory of a row.
 struct Lstm {
   static constexpr int gates = 4;
   static constexpr bool cell = true;  // the memory is c, not h
   template <class T>
-  static void update(int64_t h, const float* x, const float* g, const float*, float* state, T* out) {
-    for (int64_t j = 0; j < h; ++j) {
-      const float in = vsigmoid(x[j] + g[j]);
-      const float forget = vsigmoid(x[h + j] + g[h + j]);
-      const float c = forget * state[j] + in * vtanh(x[2 * h + j] + g[2 * h + j]);
-      state[j] = c;
-      out[j] = (T)(vsigmoid(x[3 * h + j] + g[3 * h + j]) * vtanh(c));
-    }
+  static void update(int64_t h, const float* __restrict x, float* __restrict g, const float*,
+                     float* __restrict state, T* __restrict out) {
+    // one gate after the other: a single loop over all of them is too wide to vectorise
+    for (int64_t j = 0; j < 2 * h; ++j) g[j] = vsigmoid(x[j] + g[j]);
+    for (int64_t j = 2 * h; j < 3 * h; ++j) g[j] = vtanh(x[j] + g[j]);
+    for (int64_t j = 3 * h; j < 4 * h; ++j) g[j] = vsigmoid(x[j] + g[j]);
+    for (int64_t j = 0; j < h; ++j) state[j] = g[h + j] * state[j] + g[j] * g[2 * h + j];
+    for (int64_t j = 0; j < h; ++j) out[j] = (T)(g[3 * h + j] * vtanh(state[j]));
   }
 };
 struct Gru {
   static constexpr int gates = 3;
   static constexpr bool cell = false;
   template <class T>
-  static void update(int64_t h, const float* x, const float* g, const float* hidden_bias,
-                     float* state, T* out) {
+  static void update(int64_t h, const float* __restrict x, float* __restrict g,
+                     const float* __restrict hidden_bias, float* __restrict state,
+                     T* __restrict out) {
     for (int64_t j = 0; j < h; ++j) {
       const float reset = vsigmoid(x[j] + g[j]);
       const float keep = vsigmoid(x[h + j] + g[h + j]);
@@ -82,7 +84,8 @@ struct Tanh {
   static constexpr int gates = 1;
   static constexpr bool cell = false;
   template <class T>
-  static void update(int64_t h, const float* x, const float* g, const float*, float* state, T* out) {
+  static void update(int64_t h, const float* __restrict x, float* __restrict g,
+                     const float*, float* __restrict state, T* __restrict out) {
     for (int64_t j = 0; j < h; ++j) {
       state[j] = vtanh(x[j] + g[j]);
       out[j] = (T)state[j];
@@ -93,7 +96,8 @@ struct Relu {
   static constexpr int gates = 1;
   static constexpr bool cell = false;
   template <class T>
-  static void update(int64_t h, const float* x, const float* g, const float*, float* state, T* out) {
+  static void update(int64_t h, const float* __restrict x, float* __restrict g,
+                     const float*, float* __restrict state, T* __restrict out) {
     for (int64_t j = 0; j < h; ++j) {
       const float v = x[j] + g[j];
       state[j] = v < 0.0f ? 0.0f : v;

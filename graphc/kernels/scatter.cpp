@@ -110,6 +110,20 @@ void scatter(const gc_args* args, int64_t begin, int64_t end, Apply apply) {
       from += index[d] * col[d].src_stride;
       for (int k = 0; k < count; ++k) at[k] += index[d] * col_strides[k][d];
     }
+    if (count == 1 && ns == 1 && n == 1) {  // one column of a scatter along its last dimension
+      const int64_t at_step = seq_strides[0][0], from_step = seq[0].src_stride;
+      for (int64_t t = 0; t < total;) {
+        const int64_t m = min64(total - t, kList);
+        for (int64_t i = 0; i < m; ++i) {
+          list_to[i] = to + indices[0].at(at[0] + (t + i) * at_step) * dst_stride[0];
+          list_from[i] = from + (t + i) * from_step;
+        }
+        apply.list(dst, list_to, src, list_from, m, alpha);
+        t += m;
+      }
+      c += n;
+      continue;
+    }
     int64_t step[kMaxRank] = {};
     int listed = 0;
     for (int64_t t = 0; t < total; ++t) {

@@ -56,9 +56,9 @@ struct Indices {
   // torch raises there, a kernel only promises never to touch foreign memory.
   int64_t at(int64_t offset) const {
     int64_t i = wide ? ((const int64_t*)data)[offset] : (int64_t)((const int32_t*)data)[offset];
-    if (i < 0) i += size;
-    i = i < 0 ? 0 : i;
-    return i < size ? i : size - 1;
+    i = i < 0 ? i + size : i;
+    i = i < size ? i : size - 1;
+    return i < 0 ? 0 : i;
   }
 };
 

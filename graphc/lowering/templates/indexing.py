@@ -72,12 +72,6 @@ def emit_gather(
     if not sizes:
         sizes, strides = [1], [0]
         columns = [[0] for _ in indices]
-    if all(not (c[-1] == 0) for c in columns) and len(sizes) == 1:
-        # one long row of single items: give threads rows of one item each
-        sizes.append(1)
-        strides.append(0)
-        for c in columns:
-            c.append(0)
     immediates: list[Dim] = [len(sizes), len(indices)]
     for size, stride in zip(sizes, strides, strict=True):
         immediates += [size, stride]
@@ -90,8 +84,8 @@ def emit_gather(
         immediates=immediates,
         reads=[src, *(index.view for index in indices)],
         writes=[out],
-        range=product(sizes[:-1]),
-        grain=grain(ctx, sizes[-1] + 16),
+        range=product(sizes[:-1]) if len(sizes) > 1 else sizes[0],
+        grain=grain(ctx, sizes[-1] + 16 if len(sizes) > 1 else 4),
         label=label,
     )
 
@@ -220,5 +214,3 @@ def index(ctx: LoweringContext, node: Node) -> None:
         spread = [own[i] if kind == "index" else 0 for kind, i in box.entries]
         indices.append(Index(view, src.strides[position], src.shape[position], spread))
     emit_gather(ctx, src, out, sizes, strides, indices, "index")
-
-

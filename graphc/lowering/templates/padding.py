@@ -14,6 +14,7 @@ from graphc.lowering.templates.strided import (
     REPLICATE,
     Axis,
     fill,
+    floordiv,
     mapped_copy,
     normal_dim,
     product,
@@ -115,9 +116,7 @@ def roll(ctx: LoweringContext, node: Node) -> None:
         total[at] = total.get(at, 0) + shift
     axes = [
         Axis(size, to, from_, CIRCULAR, total[i], size) if i in total else Axis(size, to, from_)
-        for i, (size, to, from_) in enumerate(
-            zip(src.shape, out.strides, src.strides, strict=True)
-        )
+        for i, (size, to, from_) in enumerate(zip(src.shape, out.strides, src.strides, strict=True))
     ]
     mapped_copy(ctx, src, out, axes, "roll")
 
@@ -156,7 +155,7 @@ def repeat(ctx: LoweringContext, node: Node) -> None:
         if size == 1:
             axes.append(Axis(count, to, 0))
             continue
-        if not count == 1:
+        if count != 1:
             axes.append(Axis(count, to * size, 0))
         axes.append(Axis(size, to, from_))
     mapped_copy(ctx, src, out, axes, "repeat")
@@ -231,5 +230,5 @@ def channel_shuffle(ctx: LoweringContext, node: Node) -> None:
     (out,) = ctx.outputs(node)
     groups = node.argument("groups")
     rest = product(src.shape[2:])
-    sizes = [src.shape[0], groups, src.shape[1] // groups, rest]
+    sizes = [src.shape[0], groups, floordiv(src.shape[1], groups), rest]
     _shuffle(ctx, src, out, sizes, [0, 2, 1, 3], 3, "channel_shuffle")

@@ -1,4 +1,4 @@
-"""Pooling and the folding of windows into columns (kernels/pool.cpp).
+"""Pooling and the folding of windows into columns (kernels/max_pool.cpp, avg_pool.cpp, fold.cpp).
 
 Inputs are [N, C, spatial...] or [C, spatial...] with one to three spatial dimensions, row-major;
 lower ranks get sizes of 1 in front.
@@ -13,6 +13,7 @@ from graphc.lowering.context import Dim, LoweringContext, View, rule
 from graphc.lowering.templates.strided import (
     bytes_tag,
     float_tag,
+    floordiv,
     grain,
     product,
     tag,
@@ -52,6 +53,7 @@ def _window(node: Node, rank: int) -> tuple[list[int], list[int], list[int]]:
 
 def _emit(
     ctx: LoweringContext,
+    source: str,
     symbol: str,
     src: View,
     results: Sequence[View],
@@ -61,7 +63,7 @@ def _emit(
     scratch: Dim = 0,
 ) -> None:
     ctx.kernel(
-        unit(ctx, "pool"),
+        unit(ctx, source),
         symbol,
         pointers=[src, *results],
         immediates=immediates,
@@ -93,6 +95,7 @@ def max_pool(ctx: LoweringContext, node: Node) -> None:
     indices = len(made) > 1
     _emit(
         ctx,
+        "max_pool",
         f"gc_max_pool_{tag(src.dtype)}",
         src,
         made if indices else [made[0], made[0]],
@@ -114,6 +117,7 @@ def avg_pool(ctx: LoweringContext, node: Node) -> None:
     divisor = node.argument("divisor_override") if rank > 1 else None
     _emit(
         ctx,
+        "avg_pool",
         f"gc_avg_pool_{float_tag(src.dtype)}",
         src,
         [result],
@@ -151,6 +155,7 @@ def adaptive_pool(ctx: LoweringContext, node: Node) -> None:
     work: Dim = inputs if per_row is None or not rows else max(1, per_row // rows)
     _emit(
         ctx,
+        "max_pool" if maximum else "avg_pool",
         f"gc_adaptive_{'max' if maximum else 'avg'}_pool_{suffix}",
         src,
         made,
@@ -174,10 +179,11 @@ def im2col(ctx: LoweringContext, node: Node) -> None:
     (out,) = ctx.outputs(node)
     kh, kw, sh, sw, ph, pw, dh, dw = _fold(node, ("kernel_size", "stride", "padding", "dilation"))
     channels, ih, iw = src.shape[-3:]
-    oh = (ih + 2 * ph - dh * (kh - 1) - 1) // sh + 1
-    ow = (iw + 2 * pw - dw * (kw - 1) - 1) // sw + 1
+    oh = floordiv(ih + 2 * ph - dh * (kh - 1) - 1, sh) + 1
+    ow = floordiv(iw + 2 * pw - dw * (kw - 1) - 1, sw) + 1
     _emit(
         ctx,
+        "fold",
         f"gc_im2col_{bytes_tag(src.dtype)}",
         src,
         [out],
@@ -195,10 +201,11 @@ def col2im(ctx: LoweringContext, node: Node) -> None:
     (out,) = ctx.outputs(node)
     kh, kw, sh, sw, ph, pw, dh, dw = _fold(node, ("kernel_size", "stride", "padding", "dilation"))
     channels, ih, iw = out.shape[-3:]
-    oh = (ih + 2 * ph - dh * (kh - 1) - 1) // sh + 1
-    ow = (iw + 2 * pw - dw * (kw - 1) - 1) // sw + 1
+    oh = floordiv(ih + 2 * ph - dh * (kh - 1) - 1, sh) + 1
+    ow = floordiv(iw + 2 * pw - dw * (kw - 1) - 1, sw) + 1
     _emit(
         ctx,
+        "fold",
         f"gc_col2im_{suffix}",
         src,
         [out],

@@ -12,6 +12,7 @@ from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
 from graphc.lowering.templates.strided import (
     FLOATS,
     around,
+    floordiv,
     grain,
     normal_dim,
     product,
@@ -139,7 +140,7 @@ def median(ctx: LoweringContext, node: Node) -> None:
             ctx.outputs(node)
             return
         raise Refuse("the median of nothing")
-    _emit_kth(ctx, node, src, box, (n - 1) // 2, True)
+    _emit_kth(ctx, node, src, box, floordiv(n - 1, 2), True)
 
 
 def _search(

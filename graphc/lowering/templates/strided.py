@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View
 
@@ -74,6 +75,14 @@ def product(dims: Sequence[Dim]) -> Dim:
     result: Dim = 1
     for dim in dims:
         result = result * dim
+    return result
+
+
+def floordiv(a: Dim, b: Dim) -> Dim:
+    """floor(a / b) for positive b, symbolic if either is."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    result: Dim = FloorDiv(a, b)
     return result
 
 
@@ -161,17 +170,20 @@ def mapped_copy(
     merged = _merge(axes) or [Axis(1, 1, 1)]
     if len(merged) > MAX_RANK:
         raise Refuse(f"a copy of rank {len(merged)}; at most {MAX_RANK} is supported")
-    if len(merged) == 1 and merged[0].mode == IDENTITY:
-        # one long run: split it so that threads share it
+    if len(merged) == 1 and merged[0].mode == IDENTITY and merged[0].left == 0:
         (only,) = merged
-        known = ctx.static(only.size)
-        rows = 64
-        if known is not None and known >= 2 * ITEMS_PER_GRAIN and known % rows == 0:
-            part = known // rows
-            merged = [
-                Axis(rows, only.dst_stride * part, only.src_stride * part),
-                Axis(part, only.dst_stride, only.src_stride, IDENTITY, only.left),
-            ]
+        ctx.kernel(
+            unit(ctx, "mapped_copy"),
+            f"gc_linear_copy_{bytes_tag(dst.dtype)}",
+            pointers=[src, dst],
+            immediates=[only.dst_stride, only.src_stride],
+            reads=[src],
+            writes=[dst],
+            range=only.size,
+            grain=ITEMS_PER_GRAIN,
+            label=label,
+        )
+        return
     immediates: list[Dim] = [len(merged)]
     for axis in merged:
         immediates += [

@@ -7,93 +7,127 @@ namespace {
 using namespace gc;
 
 constexpr int P = GC_CONV_PANEL;
+constexpr int64_t DIRECT_TILES = 3;  // with more, a packed copy of the rows is worth its cost
 static_assert(P == GC_NR, "a panel of pixels is a panel of the micro-kernel");
 
-// Up to 32 neighbouring output pixels of one image.
+// Up to 32 neighbouring output pixels of one image, as stretches within output rows.
 struct Pixels {
-  int64_t count;
-  int runs;               // stretches within one output row
-  int run_begin[P + 1];
-  int32_t d[P], h[P], w[P];  // input coordinates of tap 0 (transposed: of the scaled grid)
+  int count, runs;
+  int begin[P + 1];           // first lane of each run
+  int64_t d[P], h[P], w[P];   // output coordinates of its first pixel
 
   void set(const gc_conv_shape* s, int64_t first) {
-    const int64_t total = s->out[0] * s->out[1] * s->out[2];
-    count = min64(P, total - first);
-    int64_t ow = first % s->out[2], oh = first / s->out[2] % s->out[1],
-            od = first / s->out[2] / s->out[1];
-    const int64_t *step = s->stride, *pad = s->pad;
+    const int64_t H = s->out[1], W = s->out[2];
+    count = (int)min64(P, s->out[0] * H * W - first);
+    int64_t ow = first % W, oh = first / W % H, od = first / W / H;
     runs = 0;
-    for (int j = 0; j < P; j++) {
-      if (j == 0 || (ow == 0 && j < count)) run_begin[runs++] = j;
-      if (s->transposed) {
-        d[j] = (int32_t)(od + pad[0]);
-        h[j] = (int32_t)(oh + pad[1]);
-        w[j] = (int32_t)(ow + pad[2]);
-      } else {
-        d[j] = (int32_t)(od * step[0] - pad[0]);
-        h[j] = (int32_t)(oh * step[1] - pad[1]);
-        w[j] = (int32_t)(ow * step[2] - pad[2]);
-      }
-      if (j + 1 < count && ++ow == s->out[2]) {
-        ow = 0;
-        if (++oh == s->out[1]) {
-          oh = 0;
-          od++;
-        }
+    for (int j = 0; j < count;) {
+      begin[runs] = j;
+      d[runs] = od;
+      h[runs] = oh;
+      w[runs++] = ow;
+      j += (int)min64(W - ow, count - j);
+      ow = 0;
+      if (++oh == H) {
+        oh = 0;
+        od++;
       }
     }
-    run_begin[runs] = (int)count;
+    begin[runs] = count;
   }
 };
 
-// Where one tap reads for each pixel of a panel.
+// What one tap reads for each pixel of a panel.
+enum Mode { ZERO, LINEAR, RUNS, LANES };
 struct Tap {
-  int32_t index[P];  // element within a channel
-  int32_t mask[P];   // -1: inside the image, 0: padding
   int64_t number = -1;  // the tap this describes
-  bool linear = false;  // index[j] == index[0] + j throughout
-  bool whole = false;   // no padding
-  int64_t low = 0, high = -1;  // smallest and largest index of a valid pixel (high < low: none)
+  Mode mode = ZERO;
+  bool whole = false;          // no lane is padding
+  int64_t low = 0, high = -1;  // smallest and largest element that a vector may touch
+  int64_t start = 0;           // LINEAR: element of lane 0
+  int runs = 0;                // RUNS: lanes first[i] .. stop[i] read from source[i] on
+  int first[P], stop[P];
+  int64_t source[P];
+  int32_t mask[P];             // -1 inside the image, 0 padding
+  int32_t index[P];            // LANES
 
   void set(const gc_conv_shape* s, const Pixels& p, int64_t tap) {
     if (tap == number) return;
     number = tap;
-    const int32_t kd = (int32_t)(tap / s->kernel[2] / s->kernel[1] * s->dilation[0]),
-                  kh = (int32_t)(tap / s->kernel[2] % s->kernel[1] * s->dilation[1]),
-                  kw = (int32_t)(tap % s->kernel[2] * s->dilation[2]);
-    const int32_t D = (int32_t)s->in[0], H = (int32_t)s->in[1], W = (int32_t)s->in[2];
-    const int32_t count = (int32_t)p.count;
-    if (s->transposed) {
-      const int32_t sd = (int32_t)s->stride[0], sh = (int32_t)s->stride[1],
-                    sw = (int32_t)s->stride[2];
-      for (int j = 0; j < P; j++) {
-        const int32_t a = p.d[j] - kd, b = p.h[j] - kh, c = p.w[j] - kw;
-        const bool inside = j < count && a >= 0 && b >= 0 && c >= 0 && a % sd == 0 && b % sh == 0 &&
-                            c % sw == 0 && a / sd < D && b / sh < H && c / sw < W;
-        mask[j] = inside ? -1 : 0;
-        index[j] = inside ? (a / sd * H + b / sh) * W + c / sw : 0;
+    const int64_t kw = tap % s->kernel[2] * s->dilation[2],
+                  kh = tap / s->kernel[2] % s->kernel[1] * s->dilation[1],
+                  kd = tap / s->kernel[2] / s->kernel[1] * s->dilation[0];
+    if (s->transposed) set_lanes(s, p, kd, kh, kw);
+    else set_runs(s, p, kd, kh, kw);
+  }
+
+ private:
+  void set_runs(const gc_conv_shape* s, const Pixels& p, int64_t kd, int64_t kh, int64_t kw) {
+    const int64_t D = s->in[0], H = s->in[1], W = s->in[2], step = s->stride[2];
+    bool straight = step == 1;
+    int valid = 0;
+    runs = 0;
+    for (int r = 0; r < p.runs; r++) {
+      const int64_t id = p.d[r] * s->stride[0] - s->pad[0] + kd,
+                    ih = p.h[r] * s->stride[1] - s->pad[1] + kh,
+                    iw = p.w[r] * step - s->pad[2] + kw, at = (id * H + ih) * W + iw;
+      const int j = p.begin[r], n = p.begin[r + 1] - j;
+      if (r == 0) start = at;
+      straight = straight && at - j == start;
+      if (id < 0 || id >= D || ih < 0 || ih >= H) continue;
+      const int64_t lo = iw >= 0 ? 0 : (-iw + step - 1) / step;
+      const int64_t hi = iw >= W ? 0 : min64(n, (W - iw + step - 1) / step);
+      if (lo >= hi) continue;
+      first[runs] = j + (int)lo;
+      stop[runs] = j + (int)hi;
+      source[runs++] = at + lo * step;
+      valid += (int)(hi - lo);
+    }
+    whole = valid == P;
+    if (!whole) {
+      int j = 0;
+      for (int r = 0; r < runs; r++) {
+        for (; j < first[r]; j++) mask[j] = 0;
+        for (; j < stop[r]; j++) mask[j] = -1;
       }
+      for (; j < P; j++) mask[j] = 0;
+    }
+    if (runs == 0) {
+      mode = ZERO;
+    } else if (straight) {
+      mode = LINEAR;
+      low = start;
+      high = start + P - 1;
     } else {
-      for (int j = 0; j < P; j++) {
-        const int32_t a = p.d[j] + kd, b = p.h[j] + kh, c = p.w[j] + kw;
-        const int32_t inside = ((uint32_t)a < (uint32_t)D) & ((uint32_t)b < (uint32_t)H) &
-                               ((uint32_t)c < (uint32_t)W) & (j < count);
-        mask[j] = -inside;
-        index[j] = (a * H + b) * W + c;
+      // Sources ascend; the last vector of a run may read 8 steps past its last lane.
+      mode = step <= 2 ? RUNS : LANES;
+      low = source[0];
+      high = source[runs - 1] + (stop[runs - 1] - first[runs - 1] + 7) * step;
+      if (step > 2) high = source[runs - 1] + (stop[runs - 1] - first[runs - 1] - 1) * step;
+    }
+    if (mode != ZERO) set_index(step);
+  }
+  void set_index(int64_t step) {  // for LANES, and at the ends of the tensor
+    for (int r = 0; r < runs; r++)
+      for (int j = first[r]; j < stop[r]; j++)
+        index[j] = (int32_t)(source[r] + (j - first[r]) * step);
+  }
+  void set_lanes(const gc_conv_shape* s, const Pixels& p, int64_t kd, int64_t kh, int64_t kw) {
+    mode = LANES;
+    whole = false;
+    memset(mask, 0, sizeof mask);
+    for (int r = 0; r < p.runs; r++) {
+      const int64_t a = p.d[r] + s->pad[0] - kd, b = p.h[r] + s->pad[1] - kh;
+      if (a < 0 || a % s->stride[0] || a / s->stride[0] >= s->in[0]) continue;
+      if (b < 0 || b % s->stride[1] || b / s->stride[1] >= s->in[1]) continue;
+      const int64_t row = (a / s->stride[0] * s->in[1] + b / s->stride[1]) * s->in[2];
+      for (int j = p.begin[r]; j < p.begin[r + 1]; j++) {
+        const int64_t c = p.w[r] + (j - p.begin[r]) + s->pad[2] - kw;
+        if (c < 0 || c % s->stride[2] || c / s->stride[2] >= s->in[2]) continue;
+        mask[j] = -1;
+        index[j] = (int32_t)(row + c / s->stride[2]);
       }
     }
-    int32_t straight = 1, all = -1, least = INT32_MAX, most = -1;
-    for (int j = 0; j < P; j++) {
-      straight &= (j >= count) | (index[j] == index[0] + j);
-      all &= mask[j];
-      const int32_t lo = mask[j] ? index[j] : INT32_MAX, hi = mask[j] ? index[j] : -1;
-      least = lo < least ? lo : least;
-      most = hi > most ? hi : most;
-    }
-    linear = straight != 0;
-    whole = all != 0;
-    low = least;
-    high = most;
   }
 };
 
@@ -111,42 +145,59 @@ GC_INLINE void mask_lanes(float* dst, const int32_t* mask) {
   for (int v = 0; v < P; v += VL) store(dst + v, load<vi>(dst + v) & load<vi>(mask + v));
 }
 
-// dst[channel][32] for `channels` channels of one tap. `x` is the first channel; [x + low, x + high)
-// is memory that may be read.
+// dst[32] of one channel; [x + low, x + high) is memory that may be read.
 template <class T>
-static void gather(const gc_conv_shape* s, const Pixels& p, const Tap& tap, const T* x, int64_t low,
-                   int64_t high, int64_t channels, float* dst) {
-  if (tap.high < tap.low) {
-    memset(dst, 0, (size_t)(channels * P) * sizeof(float));
-    return;
-  }
-  const int64_t step = s->stride[2];
-  for (int64_t c = 0; c < channels; c++, x += s->x_c, low -= s->x_c, high -= s->x_c, dst += P) {
-    if (tap.linear && tap.index[0] >= low && tap.index[0] + P <= high) {
-      copy_lanes(x + tap.index[0], dst);
-      if (!tap.whole) mask_lanes(dst, tap.mask);
-    } else if (!s->transposed && step <= 2 && tap.low >= low && tap.high + 16 <= high) {
-      // Row by row; a vector may run over into the next row's lanes, which come later.
-      for (int r = 0; r < p.runs; r++) {
-        int j = p.run_begin[r], stop = p.run_begin[r + 1];
-        while (j < stop && !tap.mask[j]) j++;
-        while (j < stop && !tap.mask[stop - 1]) stop--;
-        const T* src = x + tap.index[j];
-        for (; j < stop; j += 8, src += 8 * step) {
-          vf8 v = load8(src);
-          if (step == 2) v = __builtin_shufflevector(v, load8(src + 8), 0, 2, 4, 6, 8, 10, 12, 14);
-          if (j + 8 <= P) {
-            store(dst + j, v);
-          } else {
-            for (int i = 0; j + i < P; i++) dst[j + i] = v[i];
-          }
-        }
+GC_INLINE void gather(const Tap& tap, int64_t step, const T* x, int64_t low, int64_t high,
+                      float* dst) {
+  const bool inside = tap.low >= low && tap.high < high;
+  if (tap.mode == LINEAR && inside) {
+    copy_lanes(x + tap.start, dst);
+    if (!tap.whole) mask_lanes(dst, tap.mask);
+  } else if (tap.mode == RUNS && inside) {
+    // A vector may run over into the lanes of the next run, which come later.
+    for (int r = 0; r < tap.runs; r++) {
+      const T* src = x + tap.source[r];
+      for (int j = tap.first[r]; j < tap.stop[r]; j += 8, src += 8 * step) {
+        vf8 v = load8(src);
+        if (step == 2) v = __builtin_shufflevector(v, load8(src + 8), 0, 2, 4, 6, 8, 10, 12, 14);
+        store(dst + j, v);
       }
-      if (!tap.whole) mask_lanes(dst, tap.mask);
-    } else {
-      for (int j = 0; j < P; j++) dst[j] = tap.mask[j] ? to_float(x[tap.index[j]]) : 0.0f;
     }
+    if (!tap.whole) mask_lanes(dst, tap.mask);
+  } else if (tap.mode == ZERO) {
+    memset(dst, 0, P * sizeof(float));
+  } else {
+    for (int j = 0; j < P; j++) dst[j] = tap.whole || tap.mask[j] ? to_float(x[tap.index[j]]) : 0.0f;
   }
+}
+
+// Loads the steps [k0, k0 + kl) of `count` panels: chunk[panel][step][32].
+template <class T>
+static void load_chunk(const gc_conv_shape* s, const Pixels* p, Tap* tap, int64_t count,
+                       const T* x, int64_t low, int64_t high, int64_t k0, int64_t kl,
+                       float* chunk) {
+  for (int64_t k = k0; k < k0 + kl;) {
+    const int64_t c0 = k % s->c, n = min64(s->c - c0, k0 + kl - k);
+    for (int64_t q = 0; q < count; q++) tap[q].set(s, p[q], k / s->c);
+    for (int64_t c = c0; c < c0 + n; c++) {
+      const int64_t at = c * s->x_c;
+      float* dst = chunk + (k - k0 + c - c0) * P;
+      for (int64_t q = 0; q < count; q++)
+        gather(tap[q], s->stride[2], x + at, low - at, high - at, dst + q * (GC_CONV_CHUNK + 1) * P);
+    }
+    k += n;
+  }
+}
+
+// Whether fp32 rows can be read in place: all steps of the chunk belong to one tap without padding.
+template <class T>
+static bool in_place(const gc_conv_shape* s, const Pixels& p, Tap& tap, int64_t low, int64_t high,
+                     int64_t k0, int64_t kl) {
+  if (sizeof(T) != 4 || kl == 0 || k0 / s->c != (k0 + kl - 1) / s->c) return false;
+  tap.set(s, p, k0 / s->c);
+  const int64_t c = k0 % s->c;
+  return tap.mode == LINEAR && tap.whole && tap.low + c * s->x_c >= low &&
+         tap.high + (c + kl - 1) * s->x_c < high;
 }
 
 template <class T>
@@ -157,11 +208,11 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
   const int64_t plane = s->in[0] * s->in[1] * s->in[2];
   const int64_t tiles = (s->oc + GC_MR - 1) / GC_MR;
   const int64_t blocks = (s->oc + GC_CONV_ROWS - 1) / GC_CONV_ROWS;
-  float* const chunk = (float*)args->scratch;                         // [group][CHUNK][32]
-  float* const tile = chunk + GC_CONV_GROUP * GC_CONV_CHUNK * P;      // [rows][group * 32]
-  const T* const x0 = (const T*)args->ptr[0];
+  float* const chunk = (float*)args->scratch;  // [group][CHUNK + 1][32]; a run may end in the + 1
+  float* const tile = chunk + GC_CONV_GROUP * (GC_CONV_CHUNK + 1) * P;  // [rows][group * 32]
   const int64_t extent =
       (s->images - 1) * s->x_n + (s->groups * s->c - 1) * s->x_c + plane;  // readable elements
+  Pixels p[GC_CONV_GROUP];
   while (begin < end) {
     const int64_t outer = begin / panels, first = begin % panels;
     const int64_t count = min64(min64(GC_CONV_GROUP, panels - first), end - begin);
@@ -172,26 +223,30 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
     const int64_t r0 = t0 * s->oc / tiles, rows = t1 * s->oc / tiles - r0, ld = count * P;
     const float* weights = (const float*)args->ptr[1] + g * s->oc * depth;
     const int64_t offset = image * s->x_n + g * s->c * s->x_c;
-    Pixels p[GC_CONV_GROUP];
+    const T* x = (const T*)args->ptr[0] + offset;
+    const int64_t low = -offset, high = extent - offset;
     Tap tap[GC_CONV_GROUP];
     for (int64_t q = 0; q < count; q++) p[q].set(s, (first + q) * P);
     for (int64_t k0 = 0;;) {
       const int64_t kl = min64(GC_CONV_CHUNK, depth - k0);
-      for (int64_t q = 0; q < count; q++) {
-        float* const buffer = chunk + q * GC_CONV_CHUNK * P;
-        for (int64_t k = k0; k < k0 + kl;) {
-          const int64_t c = k % s->c, n = min64(s->c - c, k0 + kl - k);
-          tap[q].set(s, p[q], k / s->c);
-          const int64_t at = offset + c * s->x_c;
-          gather(s, p[q], tap[q], x0 + at, -at, extent - at, n, buffer + (k - k0) * P);
-          k += n;
-        }
+      const float* b[GC_CONV_GROUP];
+      int64_t ldb = s->x_c;
+      bool direct = t1 - t0 <= DIRECT_TILES;
+      for (int64_t q = 0; q < count; q++)
+        direct = direct && in_place<T>(s, p[q], tap[q], low, high, k0, kl);
+      if (direct) {
+        for (int64_t q = 0; q < count; q++)
+          b[q] = (const float*)(const void*)x + k0 % s->c * s->x_c + tap[q].start;
+      } else {
+        load_chunk(s, p, tap, count, x, low, high, k0, kl, chunk);
+        for (int64_t q = 0; q < count; q++) b[q] = chunk + q * (GC_CONV_CHUNK + 1) * P;
+        ldb = P;
       }
       for (int64_t t = t0; t < t1; t++) {
         const int64_t r = t * s->oc / tiles, mr = (t + 1) * s->oc / tiles - r;
         for (int64_t q = 0; q < count; q++)
-          MICRO[mr](weights + r * depth + k0 * mr, mr, chunk + q * GC_CONV_CHUNK * P, P, kl,
-                    tile + (r - r0) * ld + q * P, ld, k0 > 0);
+          MICRO[mr](weights + r * depth + k0 * mr, mr, b[q], ldb, kl, tile + (r - r0) * ld + q * P,
+                    ld, k0 > 0);
       }
       k0 += kl;
       if (k0 >= depth) break;
@@ -199,8 +254,8 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
     const int64_t n0 = first * P, m0 = g * s->oc + r0;
     if (s->bias_type) {
       for (int64_t r = 0; r < rows; r++) {
-        const float b = bias_value(s, args->ptr[2], m0 + r);
-        for (int64_t i = 0; i < ld; i++) tile[r * ld + i] += b;
+        const float bias = bias_value(s, args->ptr[2], m0 + r);
+        for (int64_t i = 0; i < ld; i++) tile[r * ld + i] += bias;
       }
     }
     epilogue(args, tile, ld, image, m0, rows, n0, min64(pixels - n0, ld));

@@ -126,7 +126,7 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
         name, function = "conv", f"gc_conv_{kind}"
         range_ = z * groups * ceildiv(oc, ROWS) * ceildiv(pixels, PIXELS)
         work = min(oc, ROWS) * PIXELS * c * taps
-        scratch = 4 * PIXELS * GROUP * (CHUNK + min(oc, ROWS))
+        scratch = 4 * PIXELS * GROUP * (CHUNK + 1 + min(oc, ROWS))
     text = f"""#include "conv.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{

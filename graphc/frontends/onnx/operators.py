@@ -1,0 +1,26 @@
+"""Imports every operator family, which fills the operator table."""
+
+from graphc.frontends.onnx import (  # noqa: F401
+    activations,
+    attention,
+    control,
+    convolution,
+    elementwise,
+    image,
+    linear_attention,
+    logic,
+    matmul,
+    microsoft,
+    normalization,
+    pooling,
+    quantization,
+    recurrent,
+    reduction,
+    resize,
+    scatter,
+    sequence,
+    shape_arithmetic,
+    signal,
+    tensor,
+    view,
+)

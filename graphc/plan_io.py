@@ -79,7 +79,7 @@ class WeightsWriter:
         """Appends one constant, given as its C-contiguous bytes; gives its index in `weights`."""
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
         key = (hashlib.sha256(view).digest(), view.nbytes)
-        offset = self._places.get(key)
+        offset = self._places.get(key) if view.nbytes else 0
         if offset is None:
             offset = -(-self._end // ALIGNMENT) * ALIGNMENT
             self._file.seek(offset)

@@ -887,6 +887,33 @@ def test_weights_are_aligned_and_stored_once(tmp_path: Path) -> None:
     assert (tmp_path / "w").stat().st_size == 4097
 
 
+def test_empty_weights(tmp_path: Path, library: Path) -> None:
+    e = Table()
+    fields: dict[str, Any] = {
+        "e": e, "inputs": [], "outputs": [out(e, 1, 2)],
+        "buffers": [Buffer("weight", 0, 0, e(0)), Buffer("output", 0, 0, e(8))],
+        "steps": [kernel("tk_scale", e, [1, 1], e(2), e(0)),
+                  kernel("tk_copy", e, [0, 1], e(0)), kernel("tk_scale", e, [0, 1], e(0))],
+    }  # fmt: skip
+    empty = np.empty((0, 4), np.float32)
+    for k, data in enumerate([[empty], [empty, np.ones(3, np.float32), empty]]):
+        plan = make_plan(tmp_path / f"plan{k}", library, **fields, weight_data=data)
+        fields["e"] = e
+        assert load(plan, threads=1).run()[0].shape == (2,)
+
+
+def test_threads_from_the_environment(scale_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHC_THREADS", "3")
+    assert load(scale_plan).threads == 3
+    monkeypatch.setenv("GRAPHC_THREADS", "many")
+    with pytest.raises(UsageError, match="GRAPHC_THREADS"):
+        load(scale_plan)
+    monkeypatch.delenv("GRAPHC_THREADS")
+    assert 1 <= load(scale_plan).threads <= (os.cpu_count() or 1)
+    with pytest.raises(UsageError, match="at least one thread"):
+        load(scale_plan, threads=0)
+
+
 # ------------------------------------------------------------------ cost
 
 

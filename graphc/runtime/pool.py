@@ -54,10 +54,10 @@ class Region:
 
 
 class MappedFile:
-    """A file mapped read-only; pages come in when first read. An empty file has address 0."""
+    """A file mapped read-only; pages come in when first read. An empty file has the address of an
+    empty page."""
 
     def __init__(self, path: Path) -> None:
-        self.address = 0
         self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
         try:
             with path.open("rb") as file:
@@ -75,6 +75,9 @@ class MappedFile:
                 hint="rebuild the plan: graphc build",
             ) from error
         self.nbytes = int(self.bytes.nbytes)
+        if not self.nbytes:
+            self._map = Region(0)
+            self.address = self._map.address
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:

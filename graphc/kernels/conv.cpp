@@ -7,6 +7,7 @@ namespace {
 using namespace gc;
 
 constexpr int P = GC_CONV_PANEL;
+constexpr int64_t SUM = 128;         // steps between partial sums: keeps the fp32 error low
 constexpr int64_t DIRECT_TILES = 3;  // with more, a packed copy of the rows is worth its cost
 static_assert(P == GC_NR, "a panel of pixels is a panel of the micro-kernel");
 
@@ -175,7 +176,7 @@ GC_INLINE void gather(const Tap& tap, int64_t step, const T* x, int64_t low, int
 template <class T>
 static void load_chunk(const gc_conv_shape* s, const Pixels* p, Tap* tap, int64_t count,
                        const T* x, int64_t low, int64_t high, int64_t k0, int64_t kl,
-                       float* chunk) {
+                       float* chunk, int64_t panel) {
   for (int64_t k = k0; k < k0 + kl;) {
     const int64_t c0 = k % s->c, n = min64(s->c - c0, k0 + kl - k);
     for (int64_t q = 0; q < count; q++) tap[q].set(s, p[q], k / s->c);
@@ -183,7 +184,7 @@ static void load_chunk(const gc_conv_shape* s, const Pixels* p, Tap* tap, int64_
       const int64_t at = c * s->x_c;
       float* dst = chunk + (k - k0 + c - c0) * P;
       for (int64_t q = 0; q < count; q++)
-        gather(tap[q], s->stride[2], x + at, low - at, high - at, dst + q * (GC_CONV_CHUNK + 1) * P);
+        gather(tap[q], s->stride[2], x + at, low - at, high - at, dst + q * panel);
     }
     k += n;
   }
@@ -208,8 +209,10 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
   const int64_t plane = s->in[0] * s->in[1] * s->in[2];
   const int64_t tiles = (s->oc + GC_MR - 1) / GC_MR;
   const int64_t blocks = (s->oc + GC_CONV_ROWS - 1) / GC_CONV_ROWS;
-  float* const chunk = (float*)args->scratch;  // [group][CHUNK + 1][32]; a run may end in the + 1
-  float* const tile = chunk + GC_CONV_GROUP * (GC_CONV_CHUNK + 1) * P;  // [rows][group * 32]
+  // [group][steps][32]; a run may write past its step, so there is one more.
+  const int64_t steps = min64(GC_CONV_CHUNK, depth) + 1;
+  float* const chunk = (float*)args->scratch;
+  float* const tile = chunk + GC_CONV_GROUP * steps * P;  // [rows][group * 32]
   const int64_t extent =
       (s->images - 1) * s->x_n + (s->groups * s->c - 1) * s->x_c + plane;  // readable elements
   Pixels p[GC_CONV_GROUP];
@@ -238,15 +241,18 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
         for (int64_t q = 0; q < count; q++)
           b[q] = (const float*)(const void*)x + k0 % s->c * s->x_c + tap[q].start;
       } else {
-        load_chunk(s, p, tap, count, x, low, high, k0, kl, chunk);
-        for (int64_t q = 0; q < count; q++) b[q] = chunk + q * (GC_CONV_CHUNK + 1) * P;
+        load_chunk(s, p, tap, count, x, low, high, k0, kl, chunk, steps * P);
+        for (int64_t q = 0; q < count; q++) b[q] = chunk + q * steps * P;
         ldb = P;
       }
       for (int64_t t = t0; t < t1; t++) {
         const int64_t r = t * s->oc / tiles, mr = (t + 1) * s->oc / tiles - r;
-        for (int64_t q = 0; q < count; q++)
-          MICRO[mr](weights + r * depth + k0 * mr, mr, b[q], ldb, kl, tile + (r - r0) * ld + q * P,
-                    ld, k0 > 0);
+        const float* a = weights + r * depth + k0 * mr;
+        for (int64_t q = 0; q < count; q++) {
+          float* const sums = tile + (r - r0) * ld + q * P;
+          for (int64_t k = 0; k < kl || k == 0; k += SUM)
+            MICRO[mr](a + k * mr, mr, b[q] + k * ldb, ldb, min64(SUM, kl - k), sums, ld, k0 + k > 0);
+        }
       }
       k0 += kl;
       if (k0 >= depth) break;

@@ -9,8 +9,8 @@
 
 #define GC_CONV_ROWS 168    // output channels of one unit
 #define GC_CONV_PANEL 32    // pixels of one unit
-#define GC_CONV_GROUP 4     // neighbouring units computed together
-#define GC_CONV_CHUNK 128   // steps of (tap, channel) between partial sums
+#define GC_CONV_GROUP 2     // neighbouring units computed together
+#define GC_CONV_CHUNK 1024  // steps of (tap, channel) gathered at once
 
 struct gc_conv_shape {
   int64_t images, groups, oc, c;  // oc, c: per group

@@ -18,7 +18,7 @@ from graphc.lowering.templates.matmul import (
 from graphc.lowering.templates.pack import pack_conv_weight
 
 #: GC_CONV_ROWS, GC_CONV_PANEL, GC_CONV_GROUP and GC_CONV_CHUNK in conv.h
-ROWS, PIXELS, GROUP, CHUNK = 168, 32, 4, 128
+ROWS, PIXELS, GROUP, CHUNK = 168, 32, 2, 1024
 #: floats of a depthwise tile: TILE in conv_depthwise.cpp
 DEPTHWISE_TILE = 4096
 BIAS_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
@@ -126,7 +126,7 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
         name, function = "conv", f"gc_conv_{kind}"
         range_ = z * groups * ceildiv(oc, ROWS) * ceildiv(pixels, PIXELS)
         work = min(oc, ROWS) * PIXELS * c * taps
-        scratch = 4 * PIXELS * GROUP * (CHUNK + 1 + min(oc, ROWS))
+        scratch = 4 * PIXELS * GROUP * (min(CHUNK, c * taps) + 1 + min(oc, ROWS))
     text = f"""#include "conv.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{

@@ -172,6 +172,34 @@ GC_INLINE void gather(const Tap& tap, int64_t step, const T* x, int64_t low, int
   }
 }
 
+// The common case: dst[n][32] from n channels whose 32 values are adjacent.
+template <class T>
+static void copy_channels(const Tap& tap, const T* src, int64_t step, int64_t n, float* dst) {
+  if (tap.whole) {
+    for (int64_t c = 0; c < n; c++, src += step, dst += P) copy_lanes(src, dst);
+    return;
+  }
+  int32_t mask[P];
+  memcpy(mask, tap.mask, sizeof mask);
+  for (int64_t c = 0; c < n; c++, src += step, dst += P) {
+#pragma GCC unroll 4
+    for (int v = 0; v < P; v += 8) {
+      typedef int32_t vi8 __attribute__((vector_size(32)));
+      store(dst + v, (vi8)load8(src + v) & load<vi8>(mask + v));
+    }
+  }
+}
+template <>
+void copy_channels<float>(const Tap& tap, const float* src, int64_t step, int64_t n, float* dst) {
+  vi mask[P / VL];
+#pragma GCC unroll 8
+  for (int v = 0; v < P / VL; v++) mask[v] = tap.whole ? ~vi{} : load<vi>(tap.mask + v * VL);
+  for (int64_t c = 0; c < n; c++, src += step, dst += P) {
+#pragma GCC unroll 8
+    for (int v = 0; v < P / VL; v++) store(dst + v * VL, load<vi>(src + v * VL) & mask[v]);
+  }
+}
+
 // Loads the steps [k0, k0 + kl) of `count` panels: chunk[panel][step][32].
 template <class T>
 static void load_chunk(const gc_conv_shape* s, const Pixels* p, Tap* tap, int64_t count,
@@ -180,11 +208,18 @@ static void load_chunk(const gc_conv_shape* s, const Pixels* p, Tap* tap, int64_
   for (int64_t k = k0; k < k0 + kl;) {
     const int64_t c0 = k % s->c, n = min64(s->c - c0, k0 + kl - k);
     for (int64_t q = 0; q < count; q++) tap[q].set(s, p[q], k / s->c);
-    for (int64_t c = c0; c < c0 + n; c++) {
-      const int64_t at = c * s->x_c;
-      float* dst = chunk + (k - k0 + c - c0) * P;
-      for (int64_t q = 0; q < count; q++)
-        gather(tap[q], s->stride[2], x + at, low - at, high - at, dst + q * panel);
+    for (int64_t q = 0; q < count; q++) {
+      const int64_t at = c0 * s->x_c, last = at + (n - 1) * s->x_c;
+      float* dst = chunk + q * panel + (k - k0) * P;
+      const Tap& t = tap[q];
+      if (t.mode == LINEAR && t.low + at >= low && t.high + last < high) {
+        copy_channels(t, x + at + t.start, s->x_c, n, dst);
+        continue;
+      }
+      for (int64_t c = 0; c < n; c++, dst += P) {
+        const int64_t here = at + c * s->x_c;
+        gather(t, s->stride[2], x + here, low - here, high - here, dst);
+      }
     }
     k += n;
   }
@@ -208,17 +243,17 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
   const int64_t taps = s->kernel[0] * s->kernel[1] * s->kernel[2], depth = taps * s->c;
   const int64_t plane = s->in[0] * s->in[1] * s->in[2];
   const int64_t tiles = (s->oc + GC_MR - 1) / GC_MR;
-  const int64_t blocks = (s->oc + GC_CONV_ROWS - 1) / GC_CONV_ROWS;
+  const int64_t blocks = (s->oc + s->rows - 1) / s->rows;
   // [group][steps][32]; a run may write past its step, so there is one more.
   const int64_t steps = min64(GC_CONV_CHUNK, depth) + 1;
   float* const chunk = (float*)args->scratch;
-  float* const tile = chunk + GC_CONV_GROUP * steps * P;  // [rows][group * 32]
+  float* const tile = chunk + s->group * steps * P;  // [rows][group * 32]
   const int64_t extent =
       (s->images - 1) * s->x_n + (s->groups * s->c - 1) * s->x_c + plane;  // readable elements
-  Pixels p[GC_CONV_GROUP];
+  Pixels p[GC_CONV_MAX_GROUP];
   while (begin < end) {
     const int64_t outer = begin / panels, first = begin % panels;
-    const int64_t count = min64(min64(GC_CONV_GROUP, panels - first), end - begin);
+    const int64_t count = min64(min64(s->group, panels - first), end - begin);
     begin += count;
     const int64_t block = outer % blocks, g = outer / blocks % s->groups,
                   image = outer / blocks / s->groups;
@@ -228,11 +263,11 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
     const int64_t offset = image * s->x_n + g * s->c * s->x_c;
     const T* x = (const T*)args->ptr[0] + offset;
     const int64_t low = -offset, high = extent - offset;
-    Tap tap[GC_CONV_GROUP];
+    Tap tap[GC_CONV_MAX_GROUP];
     for (int64_t q = 0; q < count; q++) p[q].set(s, (first + q) * P);
     for (int64_t k0 = 0;;) {
       const int64_t kl = min64(GC_CONV_CHUNK, depth - k0);
-      const float* b[GC_CONV_GROUP];
+      const float* b[GC_CONV_MAX_GROUP];
       int64_t ldb = s->x_c;
       bool direct = t1 - t0 <= DIRECT_TILES;
       for (int64_t q = 0; q < count; q++)

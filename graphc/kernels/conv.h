@@ -7,9 +7,8 @@
 #pragma once
 #include "abi.h"
 
-#define GC_CONV_ROWS 168    // output channels of one unit
 #define GC_CONV_PANEL 32    // pixels of one unit
-#define GC_CONV_GROUP 2     // neighbouring units computed together
+#define GC_CONV_MAX_GROUP 8   // neighbouring units computed together
 #define GC_CONV_CHUNK 1024  // steps of (tap, channel) gathered at once
 
 struct gc_conv_shape {
@@ -18,6 +17,8 @@ struct gc_conv_shape {
   int64_t transposed;
   int64_t x_n, x_c;               // strides; the spatial part is row-major
   int64_t bias_type;              // 0 none, 1 fp32, 2 bf16, 3 fp16
+  int64_t rows;                   // output channels of one unit, a multiple of 42 (14 and 6)
+  int64_t group;                  // neighbouring units computed together
 };
 
 // ptr = {x, packed weights, bias?}; one unit is (image, group, block of channels, panel of pixels).

@@ -17,8 +17,15 @@ from graphc.lowering.templates.matmul import (
 )
 from graphc.lowering.templates.pack import pack_conv_weight
 
-#: GC_CONV_ROWS, GC_CONV_PANEL, GC_CONV_GROUP and GC_CONV_CHUNK in conv.h
-ROWS, PIXELS, GROUP, CHUNK = 168, 32, 2, 1024
+#: GC_CONV_PANEL, GC_CONV_MAX_GROUP and GC_CONV_CHUNK in conv.h
+PIXELS, MAX_GROUP, CHUNK = 32, 8, 1024
+#: output channels of one unit: many share a gathered panel, few make more units for threads;
+#: multiples of the micro tile's rows at every ISA level (14 and 6)
+ROWS = (504, 252, 168, 84)
+#: units that keep 16 threads busy
+ENOUGH_UNITS = 16
+#: floats of scratch that stay in the second-level cache beside the weights
+SCRATCH = 1 << 17
 #: floats of a depthwise tile: TILE in conv_depthwise.cpp
 DEPTHWISE_TILE = 4096
 BIAS_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
@@ -95,11 +102,18 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
     bias = None if bias_value is None else ctx.contiguous(bias_value)
     if bias is not None and x.dtype in FAST and bias.dtype not in BIAS_TYPES:
         raise Refuse(f"convolution bias of {bias.dtype}")
+    panels = x.shape[0] * groups * ceildiv(product_of(spatial), PIXELS)
+    known = ctx.static(panels)
+    rows = next(
+        (r for r in ROWS if known is None or known * ceildiv(oc, r) >= ENOUGH_UNITS), ROWS[-1]
+    )
+    steps = min(CHUNK, c * taps) + 1 + min(oc, rows)
+    group = max(1, min(MAX_GROUP, SCRATCH // (PIXELS * steps)))
     shape: list[Dim] = [
         x.shape[0], groups, oc, c, *third(x.shape[2:], 1), *third(spatial, 1),
         *third(sizes[2:], 1), *third(conv.stride, 1), *third(conv.padding, 0),
         *third(conv.dilation, 1), int(conv.transposed), x.strides[0], x.strides[1],
-        0 if bias is None else BIAS_TYPES.get(bias.dtype, 1),
+        0 if bias is None else BIAS_TYPES.get(bias.dtype, 1), rows, group,
     ]  # fmt: skip
     if x.dtype in SIMPLE:
         emit_simple(ctx, node, conv, x, bias, shape, sizes)
@@ -107,8 +121,8 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
     if x.dtype not in FAST:
         raise Refuse(f"no convolution kernel for {x.dtype}")
     kind = FAST[x.dtype]
-    steps = weight_steps(conv, sizes)
-    weights = packed_weights(ctx, node, conv, kind, steps, (oc, c, taps))
+    strides = weight_steps(conv, sizes)
+    weights = packed_weights(ctx, node, conv, kind, strides, (oc, c, taps))
     z, channels, pixels = x.shape[0], groups * oc, product_of(spatial)
     pointers = [x, weights, *([bias] if bias is not None else [])]
     epilogue = ctx.epilogue(node, (z, channels, pixels), len(pointers), len(shape))
@@ -124,9 +138,9 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
         scratch = depthwise_scratch(third(spatial, 1), third(sizes[2:], 1), conv)
     else:
         name, function = "conv", f"gc_conv_{kind}"
-        range_ = z * groups * ceildiv(oc, ROWS) * ceildiv(pixels, PIXELS)
-        work = min(oc, ROWS) * PIXELS * c * taps
-        scratch = 4 * PIXELS * GROUP * (min(CHUNK, c * taps) + 1 + min(oc, ROWS))
+        range_ = panels * ceildiv(oc, rows)
+        work = min(oc, rows) * PIXELS * c * taps
+        scratch = 4 * PIXELS * group * steps
     text = f"""#include "conv.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,13 +18,28 @@ from graphc.plan import Plan
 _MISSING = object()
 
 
-def _kind(tree: Any) -> tuple[str, Any]:
+class Node(NamedTuple):
+    """A tree node: kind "tuple", "list" (content: nodes), "dict" (content: (key, node) pairs),
+    "leaf" (content: position), "const" (content: the value) or "none"."""
+
+    kind: str
+    content: Any
+
+
+def read_tree(tree: Any) -> Node:
+    """The nodes of a JSON tree."""
     if tree is None:
-        return "none", None
+        return Node("none", None)
     if isinstance(tree, dict) and len(tree) == 1:
         ((kind, content),) = tree.items()
-        if kind in ("tuple", "list", "dict", "leaf", "const"):
-            return kind, content
+        if kind in ("tuple", "list"):
+            return Node(kind, [read_tree(item) for item in content])
+        if kind == "dict":
+            return Node(kind, [(key, read_tree(item)) for key, item in content])
+        if kind == "leaf":
+            return Node(kind, int(content))
+        if kind == "const":
+            return Node(kind, scalar(content))
     raise InternalError(f"the plan holds an unknown tree node {tree!r}")
 
 
@@ -65,10 +80,10 @@ class Binder:
     """Finds the input leaves of a call."""
 
     def __init__(self, plan: Plan) -> None:
-        positional = _kind(plan.arguments)[1] or []
-        keywords = [(str(key), tree) for key, tree in _kind(plan.keywords)[1] or []]
+        positional: list[Node] = read_tree(plan.arguments).content or []
+        keywords: list[tuple[str, Node]] = read_tree(plan.keywords).content or []
         names = plan.positional_names
-        self._trees = list(positional) + [tree for _, tree in keywords]
+        self._trees = positional + [tree for _, tree in keywords]
         self._labels = [
             names[i] if i < len(names) else f"args[{i}]" for i in range(len(positional))
         ] + [key for key, _ in keywords]
@@ -104,10 +119,13 @@ class Binder:
             if values[slot] is not _MISSING:
                 raise InputRejectedError(f"argument {name!r} is given twice")
             values[slot] = value
-        leaves = [_MISSING] * self._leaves
+        leaves: list[Any] = [_MISSING] * self._leaves
         for tree, label, value in zip(self._trees, self._labels, values, strict=True):
             if value is not _MISSING:
-                _match(tree, value, label, leaves)
+                if tree.kind == "leaf":
+                    leaves[tree.content] = value
+                else:
+                    _match(tree, value, label, leaves)
             elif _holds_leaf(tree):
                 raise InputRejectedError(
                     f"argument {label!r} is missing", hint=f"the plan takes {self.signature}"
@@ -115,8 +133,8 @@ class Binder:
         return leaves
 
 
-def _holds_leaf(tree: Any) -> bool:
-    kind, content = _kind(tree)
+def _holds_leaf(tree: Node) -> bool:
+    kind, content = tree
     if kind in ("tuple", "list"):
         return any(_holds_leaf(item) for item in content)
     if kind == "dict":
@@ -124,8 +142,8 @@ def _holds_leaf(tree: Any) -> bool:
     return kind == "leaf"
 
 
-def _match(tree: Any, value: Any, path: str, leaves: list[Any]) -> None:
-    kind, content = _kind(tree)
+def _match(tree: Node, value: Any, path: str, leaves: list[Any]) -> None:
+    kind, content = tree
     if kind == "leaf":
         leaves[content] = value
     elif kind == "none":
@@ -136,10 +154,9 @@ def _match(tree: Any, value: Any, path: str, leaves: list[Any]) -> None:
                 hint="the model was captured with None here",
             )
     elif kind == "const":
-        captured = scalar(content)
-        if not _same(captured, value):
+        if not _same(content, value):
             raise InputRejectedError(
-                f"expected {captured!r}, found {_brief(value)}",
+                f"expected {content!r}, found {_brief(value)}",
                 where=path,
                 hint="the value was fixed when the model was captured; build a plan for this one",
             )
@@ -169,14 +186,14 @@ def _brief(value: Any) -> str:
 
 
 def build_results(tree: Any, leaves: Sequence[Any]) -> Any:
-    """The result containers with `leaves` in their places."""
-    kind, content = _kind(tree)
+    """The containers of a tree (JSON, or as read by `read_tree`) with `leaves` in their places."""
+    kind, content = tree if isinstance(tree, Node) else read_tree(tree)
     if kind == "leaf":
         return leaves[content]
     if kind == "tuple":
-        return tuple(build_results(item, leaves) for item in content)
+        return tuple([build_results(item, leaves) for item in content])
     if kind == "list":
         return [build_results(item, leaves) for item in content]
     if kind == "dict":
         return {key: build_results(item, leaves) for key, item in content}
-    return None if kind == "none" else scalar(content)
+    return content

@@ -17,7 +17,7 @@ import msgspec
 from graphc.errors import UsageError
 from graphc.plan import Plan
 from graphc.plan_io import KERNELS, WEIGHTS, read_plan, verify_files
-from graphc.runtime.binding import Binder, build_results
+from graphc.runtime.binding import Binder, build_results, read_tree
 from graphc.runtime.choice import Assignment, Chooser, Shapes
 from graphc.runtime.execution import Execution, Natives
 from graphc.runtime.machine import check_machine, default_threads
@@ -90,6 +90,7 @@ class Session:
         self._lock = threading.Lock()
         self._weights = MappedFile(folder / WEIGHTS)
         self._binder = Binder(plan)
+        self._results = read_tree(plan.results)
         self._slots = [Input(t, i in plan.mutated_inputs) for i, t in enumerate(plan.inputs)]
         natives = Natives(library, plan)
         self._chooser = Chooser(plan, natives)
@@ -137,7 +138,7 @@ class Session:
                 self.stats.copied_inputs += b.used is not b.given
             if self._first_seconds is None:
                 self._first_seconds = time.perf_counter() - self._begin
-            return build_results(self.plan.results, values)
+            return build_results(self._results, values)
 
     __call__ = run
 

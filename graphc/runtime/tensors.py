@@ -6,6 +6,7 @@ torch is never imported here: a caller who passes torch tensors has imported it 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 
 from graphc.errors import InputRejectedError, UnsupportedError
 from graphc.plan import Tensor
-from graphc.runtime.pool import Region, aligned_empty
+from graphc.runtime.pool import Region
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,15 +43,20 @@ ITEMSIZE = {
 #: dtypes that numpy only has through the package ml_dtypes
 EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
+_numpy_dtypes: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name) for name in ITEMSIZE if name not in EXTENDED
+}
 _nothing = Region(64)  # where empty tensors point to: a kernel may form, never follow, the pointer
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """numpy's dtype for a torch dtype name; UnsupportedError if that needs ml_dtypes."""
-    if name not in EXTENDED:
-        return np.dtype(name)
+    known = _numpy_dtypes.get(name)
+    if known is not None:
+        return known
     try:
         extended: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+        _numpy_dtypes[name] = extended
         return extended
     except ImportError as error:
         raise UnsupportedError(
@@ -101,6 +107,15 @@ class Input:
 
     def _bind_numpy(self, value: NDArray[Any]) -> Bound:
         dtype = value.dtype
+        if (
+            dtype is self._numpy
+            and type(value) is np.ndarray
+            and value.ndim == self.rank
+            and value.size
+            and value.flags.carray  # contiguous, aligned and writeable: the usual case
+        ):
+            address = value.__array_interface__["data"][0]
+            return Bound(value.shape, address, value, value, False)
         if dtype is not self._numpy and dtype != self._numpy:
             if self._numpy is not None or dtype.name != self.dtype:
                 order = "" if dtype.isnative else " in foreign byte order"
@@ -162,15 +177,15 @@ def new_tensor(dtype: str, shape: Sequence[int], as_torch: bool) -> tuple[Any, i
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
         return tensor, tensor.data_ptr() or _nothing.address
     element = numpy_dtype(dtype)
-    count = 1
-    for size in shape:
-        count *= size
-    if count * element.itemsize < 1024:
+    nbytes = math.prod(shape) * element.itemsize
+    if nbytes < 1024:
         array: NDArray[Any] = np.empty(shape, element)
-    else:
-        # numpy aligns to 16 bytes: a 64-byte vector would straddle cache lines everywhere
-        array = aligned_empty(count * element.itemsize).view(element).reshape(shape)
-    return array, array.__array_interface__["data"][0] if count else _nothing.address
+        return array, array.__array_interface__["data"][0] if nbytes else _nothing.address
+    # numpy aligns to 16 bytes: a 64-byte vector would straddle cache lines everywhere
+    raw = np.empty(nbytes + 64, np.uint8)
+    base: int = raw.__array_interface__["data"][0]
+    start = -base % 64
+    return np.ndarray(shape, element, raw.data, start), base + start
 
 
 def as_numpy(tensor: Any, dtype: str) -> NDArray[Any]:

@@ -7,40 +7,34 @@ what torch.export knows only in its guards.
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sympy
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 import graphc.ops
-from graphc.errors import CaptureError, UnsupportedError
+from graphc.errors import CaptureError, GraphcError, UnsupportedError
+from graphc.frontends.importer import Importer
+from graphc.frontends.locations import raised_at
+from graphc.frontends.minimum import lower_minimum
+from graphc.frontends.naming import Asked, Place, asked_dims, combined, positional_names, relaxed
 from graphc.frontends.trees import describe_tree
-from graphc.ir.graph import Graph, Guard, Node, Value, make_node, prune
-from graphc.ir.infer import type_of
-from graphc.ir.types import (
-    UNBOUNDED,
-    ScalarType,
-    Symbol,
-    TensorType,
-    Type,
-    as_dim,
-    dtype_name,
-    tensor_type,
-)
+from graphc.ir.graph import Graph
 
 
 @dataclass(frozen=True)
 class Captured:
     """A Graph and how the user calls it.
 
-    arguments/keywords/results are JSON trees as graphc.plan.Plan documents them.
-    `requested`/`proven` give each symbol's asked-for and proven range.
+    arguments/keywords/results are JSON trees as graphc.plan.Plan documents them;
+    `positional_names` are forward's parameter names of the positional arguments.
+    `requested` gives each named length's range as the user asked for it (the proven one is in
+    graph.symbols); `notes` say where the two differ.
     """
 
     graph: Graph
@@ -69,7 +63,7 @@ class _Opaque(TorchFunctionMode):
 
 
 @contextmanager
-def _tracing() -> Any:
+def _tracing() -> Iterator[None]:
     """Settings under which a module is traced: no fused eager fast paths, no warnings."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -92,505 +86,193 @@ def capture(
     """Captures `module` on example inputs.
 
     Args:
-        dynamic_shapes: as torch.export takes them. Where the model does not hold for the whole
+        dynamic_shapes: as torch.export takes them. Where the model is not proven for the whole
             range asked for, the capture is repeated with that dimension left free, and the
-            conditions it relied on become guards of the plan.
+            conditions it relied on become guards of the graph.
         keep: operator names that must reach the passes undecomposed.
 
     Raises:
+        UsageError: forward does not take these arguments.
         CaptureError: with the user's file and line, and the remedy.
     """
+    keywords = dict(kwargs or {})
+    combined(module, args, keywords)
+    if hasattr(dynamic_shapes, "dynamic_shapes"):  # torch.export.ShapesCollection
+        dynamic_shapes = dynamic_shapes.dynamic_shapes(module, args, keywords)
+    asked = asked_dims(module, args, keywords, dynamic_shapes)
+    program, notes = _export(module, args, keywords, dynamic_shapes)
+    program = _decompose(program, keep)
+    captured = _assemble(program, asked, notes)
+    graph, refused = lower_minimum(
+        captured.graph, program, module, *_examples(args, keywords),
+        {place.name: place for place in asked.values() if not place.derived},
+    )  # fmt: skip
+    return replace(
+        captured,
+        graph=graph,
+        positional_names=positional_names(module, len(args)),
+        notes=(*captured.notes, *refused),
+    )
+
+
+def _examples(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example inputs as row-major tensors of their own (a dynamic export leaves marks on the
+    tensors it saw, and a graph's inputs are row-major)."""
+
+    def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            return leaf.detach().contiguous()
+        return leaf
+
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    made_args, made_kwargs = pytree.tree_unflatten([fresh(leaf) for leaf in leaves], spec)
+    return made_args, made_kwargs
+
+
+def _export(
+    module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """The exported program, and a note if the range asked for was not proven."""
+    attempts = [dynamic_shapes]
+    if dynamic_shapes is not None:
+        attempts.append(relaxed(dynamic_shapes))
     notes: list[str] = []
-    with _tracing(), _Opaque():
-        attempts = [dynamic_shapes]
-        if dynamic_shapes is not None:
-            attempts.append(_relaxed(dynamic_shapes))
-        failure: Exception | None = None
-        for number, shapes in enumerate(attempts):
-            try:
+    failure: Exception | None = None
+    for shapes in attempts:
+        fresh_args, fresh_kwargs = _examples(args, kwargs)
+        try:
+            with _tracing(), _Opaque():
                 program = torch.export.export(
-                    module, args, dict(kwargs or {}), dynamic_shapes=shapes, strict=False
+                    module, fresh_args, fresh_kwargs, dynamic_shapes=shapes, strict=False
                 )
-                break
-            except Exception as error:  # torch.export raises many unrelated classes
-                failure = failure or error
-                if number == 0 and not _is_constraint(error):
-                    raise _capture_error(error) from error
-                if number == 0:
-                    first = str(error).strip().splitlines()
-                    notes.append("range asked for not proven: " + " ".join(first[:2])[:400])
-        else:
-            assert failure is not None
-            raise _capture_error(failure) from failure
-        names = _dim_names(dynamic_shapes)
-        captured = import_program(program, keep=keep, names=names, notes=notes)
-    return captured
+            return program, notes
+        except Exception as error:  # torch.export raises many unrelated classes
+            failure = failure or error
+            if not _is_constraint(error):
+                raise capture_error(error) from error
+            notes = ["the range asked for is not proven; guards decide: " + _brief(str(error), 300)]
+    assert failure is not None
+    raise capture_error(failure) from failure
 
 
 def _is_constraint(error: Exception) -> bool:
+    """Whether a capture failed on the range asked for, not on the model."""
     text = str(error)
-    return "onstraint" in text or "specializ" in text.lower() or "dynamic" in text
-
-
-def _relaxed(shapes: Any) -> Any:
-    """The same dynamic shapes with every named Dim left free (torch proves what it can)."""
-
-    def free(item: Any) -> Any:
-        if item is None or isinstance(item, int):
-            return item
-        return torch.export.Dim.AUTO
-
-    def walk(tree: Any) -> Any:
-        if isinstance(tree, Mapping):
-            return {k: walk(v) for k, v in tree.items()}
-        if isinstance(tree, (tuple, list)):
-            return type(tree)(walk(v) for v in tree)
-        return free(tree)
-
-    return walk(shapes)
-
-
-def _dim_names(shapes: Any) -> list[tuple[str, int, int]]:
-    """(name, min, max) of each named Dim, in the order of appearance."""
-    found: dict[str, tuple[str, int, int]] = {}
-
-    def walk(tree: Any) -> None:
-        if isinstance(tree, Mapping):
-            for item in tree.values():
-                walk(item)
-        elif isinstance(tree, (tuple, list)):
-            for item in tree:
-                walk(item)
-        elif hasattr(tree, "__name__") and hasattr(tree, "min"):
-            high = tree.max if isinstance(tree.max, int) else UNBOUNDED
-            low = tree.min if isinstance(tree.min, int) else 0
-            found.setdefault(tree.__name__, (tree.__name__, low, high))
-
-    walk(shapes)
-    return list(found.values())
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def location_of(stack_trace: str | None) -> str:
-    """The innermost frame of the user's own code: "path/model.py:12" (empty if unknown)."""
-    if not stack_trace:
-        return ""
-    frames = _FRAME.findall(stack_trace)
-    for path, line in reversed(frames):
-        if "/torch/" not in path and "/graphc/frontends/" not in path:
-            parts = path.split("/")
-            return f"{'/'.join(parts[-2:])}:{line}"
-    return ""
+    words = ("Constraints violated", "specializ", "marked as dynamic", "dynamic_shapes", "Dim(")
+    return any(word in text for word in words) and "data-dependent" not in text
 
 
 _REMEDIES = (
-    ("GuardOnDataDependent", "the control flow depends on tensor values; use torch.where, or make "
-     "the decision outside of the model"),
-    ("data-dependent", "the control flow depends on tensor values; use torch.where, or make the "
-     "decision outside of the model"),
-    ("onstraint", "give the dimension a smaller range, or leave it fixed"),
-    ("not found", "pass every input the model's forward needs"),
-)  # fmt: skip
+    (
+        ("GuardOnDataDependent", "data-dependent", "Data dependent"),
+        "the control flow depends on tensor values; use torch.where, bound the value with "
+        "torch._check, or decide outside of the model",
+    ),
+    (("onstraint", "specializ"), "give the dimension a smaller range, or leave it fixed"),
+    (
+        ("missing a required argument", "missing 1 required", "required positional"),
+        "pass every input that the model's forward needs",
+    ),
+    (
+        ("FakeTensor", "fake tensor", "Fake tensor", ".numpy()", "numpy"),
+        "a tensor leaves torch inside forward (numpy, a Python list, a foreign library); keep the "
+        "computation in torch operators, or wrap the foreign code with torch.library.custom_op",
+    ),
+)
+_OTHERWISE = (
+    "run the module's forward on these inputs in eager torch first: what fails there cannot be "
+    "captured; side effects and foreign libraries belong outside of forward"
+)
 
 
-def _capture_error(error: Exception) -> CaptureError:
-    text = str(error).strip() or type(error).__name__
-    kind = type(error).__name__
-    where = ""
-    seen: BaseException | None = error
-    while seen is not None and not where:
-        frames = traceback.extract_tb(seen.__traceback__)
-        for frame in reversed(frames):
-            if "/torch/" not in frame.filename and "graphc/frontends" not in frame.filename:
-                where = f"{frame.filename}:{frame.lineno}"
-                break
-        seen = seen.__cause__ or seen.__context__
-    user = re.search(r'File "([^"]+)", line (\d+), in forward', text)
-    if user:
-        where = f"{user.group(1)}:{user.group(2)}"
-    if isinstance(error, CaptureError):
+def capture_error(error: Exception) -> GraphcError:
+    """Any exception of a capture as an error of ours: what, the user's line, the remedy."""
+    if isinstance(error, GraphcError):
         return error
+    text, kind = str(error).strip(), type(error).__name__
+    user = re.search(r'File "([^"]+)", line (\d+), in forward', text)
+    where = f"{user.group(1)}:{user.group(2)}" if user else raised_at(error)
     hint = next(
-        (remedy for word, remedy in _REMEDIES if word in text or word in kind),
-        "run the module's forward on these inputs in eager torch first; what fails there cannot "
-        "be captured",
+        (remedy for words, remedy in _REMEDIES if any(w in text or w in kind for w in words)),
+        _OTHERWISE,
     )
-    if isinstance(error, NotImplementedError):
-        return UnsupportedError(
-            f"the model cannot be captured: {kind}: {text[:600]}", where=where, hint=hint
-        )
-    return CaptureError(
-        f"the model cannot be captured: {kind}: {text[:600]}", where=where, hint=hint
-    )
+    cls = UnsupportedError if isinstance(error, NotImplementedError) else CaptureError
+    return cls(f"the model cannot be captured: {kind}: {_brief(text, 500)}", where=where, hint=hint)
+
+
+def _brief(text: str, limit: int) -> str:
+    """The first paragraph of a message, on one line."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if not line.strip() and lines:
+            break
+        lines.append(line.strip())
+    flat = " ".join(lines)
+    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
 def decompositions(keep: frozenset[str]) -> dict[Any, Any]:
     """torch's decomposition table without the operators that graphc lowers itself."""
     table = torch.export.default_decompositions()
-    chosen: dict[Any, Any] = {}
-    for op in list(table.keys()):
-        if str(op) not in keep:
-            chosen[op] = table[op]
-    return chosen
+    return {op: table[op] for op in list(table.keys()) if str(op) not in keep}
+
+
+def _decompose(
+    program: torch.export.ExportedProgram, keep: frozenset[str]
+) -> torch.export.ExportedProgram:
+    with _tracing():
+        try:
+            return program.run_decompositions(decompositions(keep))
+        except Exception as error:
+            raise capture_error(error) from error
 
 
 def import_program(
     program: torch.export.ExportedProgram,
     *,
     keep: frozenset[str],
-    names: Sequence[tuple[str, int, int]] = (),
-    notes: Sequence[str] = (),
+    asked: Mapping[Place, Asked] | None = None,
 ) -> Captured:
-    """Turns an ExportedProgram into a Graph (functional, undecomposed where `keep` says so)."""
-    with _tracing():
-        try:
-            program = program.run_decompositions(decompositions(keep))
-        except Exception as error:
-            raise _capture_error(error) from error
-    return _Importer(program, names, notes).run()
+    """Turns an ExportedProgram into a Graph (functional, undecomposed where `keep` says so).
+
+    Args:
+        asked: names and ranges by (flat input, dimension); other lengths are named after their
+            input and dimension.
+
+    Raises:
+        CaptureError: the program holds something that cannot be a Graph.
+    """
+    captured = _assemble(_decompose(program, keep), asked or {}, [])
+    top = program.module_call_graph[0].signature
+    names = tuple(getattr(top, "forward_arg_names", None) or ())
+    count = program.call_spec.in_spec.child(0).num_children if program.call_spec.in_spec else 0
+    if len(names) < count:
+        names = tuple(f"args_{i}" for i in range(count))
+    return replace(captured, positional_names=names[:count])
 
 
-class _Importer:
-    def __init__(
-        self,
-        program: torch.export.ExportedProgram,
-        names: Sequence[tuple[str, int, int]],
-        notes: Sequence[str],
-    ) -> None:
-        self.program = program
-        self.wanted = {name: (low, high) for name, low, high in names}
-        self.notes = list(notes)
-        self.symbols: dict[str, Symbol] = {}
-        self.renames: dict[sympy.Expr, sympy.Expr] = {}
-        self.values: dict[torch.fx.Node, tuple[Value, ...]] = {}
-        self.locations: dict[str, str] = {}
-
-    def run(self) -> Captured:
-        program = self.program
-        signature = program.graph_signature
-        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-        self._name_symbols(placeholders)
-        mutated = {
-            s.target
-            for s in signature.output_specs
-            if s.kind.name == "BUFFER_MUTATION" and s.target is not None
-        }
-        inputs: list[Value] = []
-        weights: dict[Value, torch.Tensor] = {}
-        states: dict[Value, torch.Tensor] = {}
-        state_of: dict[str, Value] = {}
-        shared: dict[Any, Value] = {}
-        leaves: list[Any] = []
-        taken: set[str] = set()
-        for fx_node, spec in zip(placeholders, signature.input_specs, strict=True):
-            kind = spec.kind.name
-            if kind == "USER_INPUT":
-                argument = spec.arg
-                value = fx_node.meta.get("val")
-                if isinstance(value, torch.Tensor):
-                    leaf = Value("input", self._unique(fx_node.name, taken), self._type(value))
-                    inputs.append(leaf)
-                    self.values[fx_node] = (leaf,)
-                    leaves.append({"leaf": len(inputs) - 1})
-                elif type(argument).__name__ == "ConstantArgument":
-                    leaves.append({"const": argument.value})
-                else:
-                    raise UnsupportedError(
-                        f"expected tensor inputs or fixed Python scalars, found {argument}",
-                        where=f"input {fx_node.name}",
-                        hint="pass the number as a 0-d tensor if it must vary",
-                    )
-                continue
-            if kind in ("CUSTOM_OBJ", "TOKEN"):
-                raise UnsupportedError(
-                    f"expected tensors, found a {kind.lower()} input", where=str(spec.target)
-                )
-            tensor = self._tensor(str(spec.target))
-            if spec.target in mutated:
-                state = Value("state", str(spec.target), type_of(tensor))
-                states[state] = tensor
-                state_of[str(spec.target)] = state
-                self.values[fx_node] = (state,)
-                continue
-            key = _storage_key(tensor)
-            if key not in shared:
-                name = self._unique(str(spec.target), taken)
-                shared[key] = Value("weight", name, type_of(tensor))
-                weights[shared[key]] = tensor
-            self.values[fx_node] = (shared[key],)
-        nodes: list[Node] = []
-        for fx_node in program.graph.nodes:
-            if fx_node.op == "call_function":
-                self._call(fx_node, nodes)
-            elif fx_node.op == "get_attr":
-                self._attribute(fx_node, weights)
-        output = next(n for n in program.graph.nodes if n.op == "output")
-        results: list[Any] = []
-        state_updates: dict[Value, Value] = {}
-        input_updates: dict[Value, Value] = {}
-        by_name = {n.name: self.values[n][0] for n in placeholders if n in self.values}
-        for item, spec in zip(output.args[0], signature.output_specs, strict=True):
-            kind = spec.kind.name
-            converted = self._argument(item)
-            if kind == "USER_OUTPUT":
-                results.append(converted)
-            elif kind == "BUFFER_MUTATION":
-                state_updates[state_of[str(spec.target)]] = converted
-            elif kind == "USER_INPUT_MUTATION":
-                input_updates[by_name[str(spec.target)]] = converted
-            else:
-                raise UnsupportedError(f"cannot build a graph with a {kind.lower()} output")
-        graph = prune(
-            Graph(
-                self.symbols, tuple(inputs), weights, states, tuple(nodes), tuple(results),
-                state_updates, input_updates, self._guards(),
-            )
-        )  # fmt: skip
-        in_spec = program.call_spec.in_spec
-        out_spec = program.call_spec.out_spec
-        arguments, keywords = describe_tree(in_spec, leaves)["tuple"]
-        outs = [{"leaf": i} for i in range(len(results))]
-        return Captured(
-            graph, arguments, keywords, describe_tree(out_spec, outs), (),
-            tuple(state_of), out_spec, tuple(self.notes), self.wanted,
-        )  # fmt: skip
-
-    @staticmethod
-    def _unique(name: str, taken: set[str]) -> str:
-        candidate, number = name, 1
-        while candidate in taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        taken.add(candidate)
-        return candidate
-
-    def _tensor(self, target: str) -> torch.Tensor:
-        # non-persistent buffers and lifted constants live in constants, not in the state dict
-        for table in (self.program.state_dict, self.program.constants):
-            if target in table:
-                found = table[target]
-                if isinstance(found, torch.Tensor):
-                    return found.detach()
-        raise CaptureError(f"expected a tensor for weight {target}, found none in the program")
-
-    def _attribute(self, fx_node: torch.fx.Node, weights: dict[Value, torch.Tensor]) -> None:
-        found: Any = self.program.graph_module
-        for part in str(fx_node.target).split("."):
-            found = getattr(found, part)
-        if not isinstance(found, torch.Tensor):
-            raise UnsupportedError(
-                f"expected straight-line code, found the sub-graph {fx_node.target}",
-                hint="make the condition static (a constant or a shape)",
-            )
-        value = Value("weight", fx_node.name, type_of(found))
-        weights[value] = found.detach()
-        self.values[fx_node] = (value,)
-
-    def _name_symbols(self, placeholders: Sequence[torch.fx.Node]) -> None:
-        ranges = self.program.range_constraints
-        unnamed = list(self.wanted)
-        for fx_node in placeholders:
-            value = fx_node.meta.get("val")
-            if not isinstance(value, torch.Tensor):
-                continue
-            for position, size in enumerate(value.shape):
-                if not isinstance(size, torch.SymInt):
-                    continue
-                expr = size.node.expr
-                if not isinstance(expr, sympy.Symbol) or expr in self.renames:
-                    continue
-                name = self._name_for(fx_node, position, expr, unnamed)
-                low, high = _range(ranges.get(expr))
-                if name in self.wanted:
-                    asked = self.wanted[name]
-                    low, high = max(low if low > 2 else asked[0], asked[0]), min(high, asked[1])
-                self._add_symbol(expr, Symbol(name, max(low, 0), high))
-        for expr, bounds in ranges.items():
-            if expr not in self.renames and isinstance(expr, sympy.Symbol):
-                if str(expr).startswith("u"):
-                    low, high = _range(bounds)
-                    self._add_symbol(expr, Symbol(str(expr), max(low, 0), high, data=True))
-
-    def _name_for(
-        self, fx_node: torch.fx.Node, position: int, expr: sympy.Symbol, unnamed: list[str]
-    ) -> str:
-        # torch.export replaces the user's Dim by a symbol of its own; names are given back in
-        # order, which holds because dims are visited in the same order as the inputs
-        if unnamed:
-            return unnamed.pop(0)
-        stem = re.sub(r"\W", "_", f"{fx_node.name}_{position}")
-        return self._unique(stem, set(self.symbols))
-
-    def _add_symbol(self, expr: sympy.Expr, info: Symbol) -> None:
-        self.symbols[info.name] = info
-        self.renames[expr] = info.expr
-
-    def _dim(self, size: Any) -> Any:
-        if isinstance(size, (torch.SymInt, torch.SymBool, torch.SymFloat)):
-            expr = size.node.expr
-            for free in expr.free_symbols:
-                if free not in self.renames:
-                    if not str(free).startswith("u"):
-                        raise UnsupportedError(
-                            f"expected sizes over input lengths, found the symbol {free}"
-                        )
-                    self._add_symbol(free, Symbol(str(free), 0, UNBOUNDED, data=True))
-            return as_dim(expr.xreplace(self.renames))
-        return as_dim(size)
-
-    def _type(self, value: torch.Tensor) -> TensorType:
-        if value.layout != torch.strided:
-            raise UnsupportedError(f"expected strided tensors, found {value.layout}")
-        shape = tuple(self._dim(s) for s in value.shape)
-        strides = tuple(self._dim(s) for s in value.stride())
-        return tensor_type(dtype_name(value.dtype), shape, strides)
-
-    def _result(self, value: Any) -> Type:
-        if isinstance(value, torch.Tensor):
-            return self._type(value)
-        if isinstance(value, torch.SymInt):
-            return ScalarType("int", self._dim(value))
-        return ScalarType(type(value).__name__.removeprefix("Sym").lower())
-
-    def _argument(self, item: Any) -> Any:
-        if isinstance(item, torch.fx.Node):
-            value = item.meta.get("val")
-            if isinstance(value, torch.SymInt):
-                return self._dim(value)
-            if isinstance(value, (int, float, bool)) and not isinstance(value, torch.Tensor):
-                return value
-            if isinstance(value, (torch.SymFloat, torch.SymBool)):
-                raise UnsupportedError(
-                    f"expected tensors and lengths, found a {type(value).__name__} computed from "
-                    "data or lengths",
-                    where=location_of(item.meta.get("stack_trace")),
-                    hint="keep the number as a 0-d tensor",
-                )
-            if item not in self.values:
-                raise UnsupportedError(
-                    f"expected a tensor, found {value!r}",
-                    where=location_of(item.meta.get("stack_trace")),
-                )
-            return self.values[item][0]
-        if isinstance(item, (tuple, list)):
-            return tuple(self._argument(i) for i in item)
-        if isinstance(item, Mapping):
-            return {k: self._argument(v) for k, v in item.items()}
-        if isinstance(item, (torch.SymInt,)):
-            return self._dim(item)
-        return item
-
-    def _call(self, fx_node: torch.fx.Node, nodes: list[Node]) -> None:
-        target = fx_node.target
-        name = str(target)
-        value = fx_node.meta.get("val")
-        if getattr(target, "__name__", "") == "getitem":
-            source, index = fx_node.args
-            assert isinstance(source, torch.fx.Node) and isinstance(index, int)
-            if source in self.values:
-                self.values[fx_node] = (self.values[source][index],)
-                return
-        if not isinstance(target, torch._ops.OpOverload):
-            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
-                return  # arithmetic on lengths lives in the types
-            raise UnsupportedError(
-                f"expected a torch operator, found {target}",
-                where=location_of(fx_node.meta.get("stack_trace")),
-            )
-        if name.startswith(("aten._assert_tensor_metadata", "aten._assert_scalar",
-                            "aten.sym_constrain_range")):  # fmt: skip
-            return
-        if name.startswith("aten.sym_"):
-            return
-        if value is None and not fx_node.users:
-            return
-        if _is_random(target, fx_node):
-            raise UnsupportedError(
-                f"expected a deterministic model, found the random operator {name}",
-                where=location_of(fx_node.meta.get("stack_trace")),
-                hint="put the model into eval mode, or pass the random numbers in as an input",
-            )
-        flat = value if isinstance(value, (tuple, list)) else (value,)
-        args = tuple(self._argument(a) for a in fx_node.args)
-        kwargs = {
-            k: self._argument(v) for k, v in fx_node.kwargs.items() if k not in ("pin_memory",)
-        }
-        kwargs = {k: v for k, v in kwargs.items() if not (k in ("device", "layout"))}
-        node = make_node(
-            target,
-            args,
-            kwargs,
-            fx_node.name,
-            [self._result(v) for v in flat],
-            location_of(fx_node.meta.get("stack_trace")),
-        )
-        nodes.append(node)
-        self.values[fx_node] = node.outputs
-
-    def _guards(self) -> tuple[Guard, ...]:
-        env = None
-        for fx_node in self.program.graph.nodes:
-            value = fx_node.meta.get("val")
-            if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
-                env = value.fake_mode.shape_env
-                break
-        if env is None:
-            return ()
-        guards: list[Guard] = []
-        for guard in env.guards:
-            expr = guard.expr
-            if any(free not in self.renames for free in expr.free_symbols):
-                continue
-            condition = expr.xreplace(self.renames)
-            if condition not in (True, sympy.true):
-                guards.append(Guard(condition, str(condition)))
-        for free, checks in env.deferred_runtime_asserts.items():
-            for check in checks:
-                if all(
-                    s in self.renames and not self.symbols[str(self.renames[s])].data
-                    for s in check.expr.free_symbols
-                ):
-                    condition = check.expr.xreplace(self.renames)
-                    guards.append(Guard(condition, str(condition)))
-        return tuple(dict.fromkeys(guards))
-
-
-def _is_random(op: torch._ops.OpOverload, call: torch.fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    for position, parameter in enumerate(op._schema.arguments):
-        if parameter.name in ("dropout_p", "p", "train"):
-            given = call.args[position] if position < len(call.args) else parameter.default_value
-            if not call.kwargs.get(parameter.name, given):
-                return False
-    return True
-
-
-def _range(bounds: Any) -> tuple[int, int]:
-    """A torch ValueRanges as two ints."""
-    if bounds is None:
-        return 0, UNBOUNDED
+def _assemble(
+    program: torch.export.ExportedProgram, asked: Mapping[Place, Asked], notes: list[str]
+) -> Captured:
+    importer = Importer(program, asked)
     try:
-        low = int(bounds.lower)
-    except (TypeError, OverflowError, AttributeError, ValueError):
-        low = 0
-    try:
-        high = min(int(bounds.upper), UNBOUNDED)
-    except (TypeError, OverflowError, AttributeError, ValueError):
-        high = UNBOUNDED
-    return low, high
-
-
-def _storage_key(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same window on the same storage."""
-    return (
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
-    )
-
-
+        graph = importer.run()
+    except GraphcError:
+        raise
+    except Exception as error:
+        raise capture_error(error) from error
+    requested = {a.name: (a.minimum, a.maximum) for a in asked.values()}
+    in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+    arguments, keywords = describe_tree(in_spec, importer.leaves)["tuple"]
+    results = describe_tree(out_spec, [{"leaf": i} for i in range(len(graph.results))])
+    said = [*notes, *importer.notes]
+    for name, (low, high) in requested.items():
+        info = graph.symbols.get(name)
+        if info is not None and (info.minimum > max(low, 2) or info.maximum < high):
+            said.append(
+                f"{name} is proven for {info.minimum}..{info.maximum}, asked for {low}..{high}"
+            )
+    return Captured(
+        graph, arguments, keywords, results, (), importer.state_names, out_spec, tuple(said),
+        requested,
+    )  # fmt: skip

@@ -432,6 +432,22 @@ def test_buckets_and_guards(tmp_path: Path, library: Path) -> None:
         session.run(example(65))
 
 
+def test_undefined_guard_rejects(tmp_path: Path, library: Path) -> None:
+    e = Table()
+    plan = make_plan(
+        tmp_path / "plan", library, e=e, inputs=[tensor(e, "x", "s0")], outputs=[],
+        symbols=[Symbol("T", 1, 64, 0, 0), Symbol("N", 0, 9)], steps=[],
+        buffers=[Buffer("input", 0, 0, e("s0", 4, "*"))],
+        guards=[(e(60, "s0", 5, "-", "%", 0, "=="), "60 % (T - 5) == 0"),
+                (e("s1", 3, "<"), "N < 3")],  # N: nothing binds it any more
+    )  # fmt: skip
+    session = load(plan, threads=1)
+    session.run(np.zeros(15, np.float32))
+    for length in (5, 12):
+        with pytest.raises(InputRejectedError, match=r"60 % \(T - 5\) == 0"):
+            session.run(np.zeros(length, np.float32))
+
+
 def test_symbol_behind_a_linear_dimension(tmp_path: Path, library: Path) -> None:
     e = Table()
     plan = make_plan(

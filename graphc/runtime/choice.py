@@ -22,7 +22,7 @@ class Assignment(msgspec.Struct):
     symbols: list[int]
     outputs: list[tuple[int, ...] | None]
     scratch: int  # bytes per thread
-    unchecked: list[int] = []  # guards on data-dependent symbols
+    unchecked: list[tuple[int, str]] = []  # guards on data-dependent symbols
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -150,9 +150,10 @@ class Chooser:
                 )
         assignment = Assignment(i, native, symbols, self.output_shapes(i), scratch)
         for expression, text in program.guards:
-            if not native.defined[expression]:
-                assignment.unchecked.append(expression)
-            elif not native.values[expression]:
+            holds = native.holds(expression)
+            if holds is None:
+                assignment.unchecked.append((expression, text))
+            elif not holds:
                 return guard_failed(text, lengths)
         return assignment
 

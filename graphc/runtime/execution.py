@@ -197,10 +197,9 @@ class Execution:
                     f"expected the data-dependent size {symbol.name} from {symbol.minimum} to "
                     f"{most}, found {value}"
                 )
-        for expression, text in program.guards:
-            if expression in choice.unchecked and native.defined[expression]:
-                if not native.values[expression]:
-                    raise guard_failed(text)
+        for expression, text in choice.unchecked:
+            if native.holds(expression) is False:
+                raise guard_failed(text)
 
     def _results(self, run: _Run, bound: list[Bound]) -> list[Any]:
         values: list[Any] = []

@@ -255,6 +255,17 @@ class NativeProgram:
             )
         return int(self.values[expression])
 
+    def holds(self, condition: int) -> bool | None:
+        """Whether a guard holds; None while it depends on a symbol that is not known yet. One that
+        is undefined otherwise (a division by zero, an overflow) does not hold."""
+        if self.defined[condition]:
+            return bool(self.values[condition])
+        for item in self.program.expressions[condition]:
+            if isinstance(item, str) and item[:1] == "s" and item[1:].isdigit():
+                if self.symbols[int(item[1:])] == UNBOUND:
+                    return None
+        return False
+
     def shape(self, expressions: Sequence[int]) -> tuple[int, ...] | None:
         """A shape, or None while one of its sizes is undefined."""
         defined = self.defined

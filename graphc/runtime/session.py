@@ -105,14 +105,15 @@ class Session:
 
     # ------------------------------------------------------------ running
 
-    def run(self, *args: Any, as_torch: bool | None = None, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, as_torch: bool | None = None, **kwargs: Any) -> Any:
         """Runs the model on numpy arrays or torch tensors.
 
         Arguments are those of the captured call, positional or by name. Returns the captured
         result containers with new tensors: torch if `as_torch` or any input is torch, else numpy.
 
         Raises InputRejectedError (dtype, rank, size, range, guard or scalar differs from what the
-        plan was built for; nothing ran).
+        plan was built for). Nothing ran then, unless the plan has a size that depends on data and
+        that size is rejected: states may have changed up to there.
         """
         with self._lock:
             leaves = self._binder.bind(args, kwargs)

@@ -135,9 +135,7 @@ class Scalars:
                 hint="keep the number as a 0-d tensor",
             )
         operands = [self.tensor(a, where) for a in item.args]
-        if any(o.type.dtype == "float64" for o in operands):
-            operands = [self._cast(o, "float64") for o in operands]
-        elif target is operator.truediv:
+        if any(o.type.dtype == "float64" for o in operands) or target is operator.truediv:
             operands = [self._cast(o, "float64") for o in operands]
         made: Value = self.call(op, *operands, location=where)
         return made

@@ -48,7 +48,10 @@ class _Maker:
         for value in self.graph.inputs:
             self._sizes_of(value)
         for node in self.graph.nodes:
-            args, kwargs = map_tree(self._argument, node.args), map_tree(self._argument, node.kwargs)
+            args, kwargs = (
+                map_tree(self._argument, node.args),
+                map_tree(self._argument, node.kwargs),
+            )
             made = self.fx.call_function(node.op, args, dict(kwargs), name=node.name)
             returns = node.op._schema.returns
             if len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):

@@ -159,6 +159,8 @@ class Builder:
         self._names: set[str] = {node.name for node in graph.nodes}
         self._names |= {v.name for v in (*graph.inputs, *graph.weights, *graph.states)}
         self._counter = 0
+        #: source line that calls without one of their own are given
+        self.location = ""
 
     def of(self, value: Any) -> Any:
         """The new Value for an old one (identity for what was not replaced)."""
@@ -203,7 +205,7 @@ class Builder:
         new_kwargs = map_tree(self.of, kwargs)
         types = self.types.infer(op, new_args, new_kwargs)
         name = name or self.fresh(op._schema.name.split("::")[-1])
-        node = make_node(op, new_args, new_kwargs, name, types, location)
+        node = make_node(op, new_args, new_kwargs, name, types, location or self.location)
         self._nodes.append(node)
         return node.outputs
 
@@ -213,7 +215,9 @@ class Builder:
         return value
 
     def copy(self, node: Node) -> tuple[Value, ...]:
-        """Keeps an old node (its arguments renamed)."""
+        """Keeps an old node (its arguments renamed). A view of a value whose strides have changed
+        becomes a reshape where torch could not view it any more."""
+        op = node.op
         args, kwargs = map_tree(self.of, node.args), map_tree(self.of, node.kwargs)
         if all(a is b for a, b in zip(leaves(args), leaves(node.args), strict=True)) and all(
             a is b for a, b in zip(leaves(kwargs), leaves(node.kwargs), strict=True)
@@ -228,10 +232,16 @@ class Builder:
                 strict=True,
             )
         ):
-            types: Sequence[Type] = self.types.infer(node.op, args, kwargs)
+            try:
+                types: Sequence[Type] = self.types.infer(op, args, kwargs)
+            except InternalError:
+                if node.target not in ("aten.view.default", "aten._unsafe_view.default"):
+                    raise
+                op = torch.ops.aten.reshape.default
+                types = self.types.infer(op, args, kwargs)
         else:
             types = tuple(v.type for v in node.outputs)
-        new = make_node(node.op, args, kwargs, node.name, types, node.location)
+        new = make_node(op, args, kwargs, node.name, types, node.location)
         self._nodes.append(new)
         for old, fresh in zip(node.outputs, new.outputs, strict=True):
             self._map[old] = fresh

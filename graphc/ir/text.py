@@ -142,5 +142,3 @@ def _float(number: float) -> str:
 
 def _text(text: str) -> str:
     return json.dumps(text)
-
-

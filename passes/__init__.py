@@ -1,0 +1,24 @@
+"""The pipeline, in order, to be read aloud. One file a pass, named as the pass."""
+
+from graphc.rewrite import Pass
+from passes.simplify.arithmetic import Arithmetic
+from passes.simplify.common_subexpressions import CommonSubexpressions
+from passes.simplify.constant_folding import ConstantFolding
+from passes.simplify.dead_code import DeadCode
+from passes.simplify.fold_batch_norm import FoldBatchNorm
+from passes.simplify.linear_from_matmul import LinearFromMatmul
+from passes.simplify.view_simplification import ViewSimplification
+
+PIPELINE: tuple[Pass, ...] = (
+    ViewSimplification(),  # first: fewer spellings of views for everything after it
+    LinearFromMatmul(),  # before folding, which would copy the transposed weights it looks through
+    ConstantFolding(),  # gains such as 1 + w, position tables, masks become weights
+    Arithmetic(),  # multiplications by one that folding has laid open
+    CommonSubexpressions(),  # patterns may now ask "the same value?" by identity
+    FoldBatchNorm(),  # into convolutions whose weights are known to be constant by now
+    ViewSimplification(),  # what the rewrites above left between views
+    CommonSubexpressions(),
+    DeadCode(),  # last: nothing unread reaches lowering
+)
+
+__all__ = ["PIPELINE"]

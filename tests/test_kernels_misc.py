@@ -372,7 +372,6 @@ def test_resize_bytes(isa: str) -> None:
         check(isa, "aten.upsample_nearest2d.vec", [x, [n, 2 * n + 1], None])
         check(isa, "aten._upsample_nearest_exact2d.vec", [x.float(), [n, 2 * n + 1], None])
     refused("aten.upsample_bilinear2d.vec", [x, [4, 4], False, None])
-    refused("aten._upsample_bilinear2d_aa.default", [x.float(), [4, 4], False])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphc.lowering.context import LoweringContext, Refuse, Unit, ceildiv, rule
-from graphc.lowering.templates.matmul import BLOCK_ROWS, FAST, gemm_scratch, grain_for, padded
+from graphc.lowering.templates.operand import BLOCK_ROWS, FAST, gemm_scratch, grain_for, padded
 from graphc.lowering.templates.pack import PANEL, pack_weight
 from graphc.lowering.templates.strided import SIZES
 

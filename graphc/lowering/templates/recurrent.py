@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
-from graphc.lowering.templates.matmul import BLOCK_ROWS, FAST, gemm_scratch, grain_for, padded
+from graphc.lowering.templates.operand import BLOCK_ROWS, FAST, gemm_scratch, grain_for, padded
 from graphc.lowering.templates.pack import PANEL, pack_weight
 
 if TYPE_CHECKING:

@@ -80,17 +80,6 @@ def interpolate(ctx: LoweringContext, node: Node) -> None:
     _emit(ctx, node, f"gc_{kind}_{suffix}", bool(node.argument("align_corners")))
 
 
-@rule(
-    "aten._upsample_bilinear2d_aa.default",
-    "aten._upsample_bilinear2d_aa.vec",
-    "aten._upsample_bicubic2d_aa.default",
-    "aten._upsample_bicubic2d_aa.vec",
-)
-def antialiased(ctx: LoweringContext, node: Node) -> None:
-    """Not built."""
-    raise Refuse("antialiased interpolation")
-
-
 @rule("aten.grid_sampler_2d.default", "aten.grid_sampler.default")
 def grid_sampler(ctx: LoweringContext, node: Node) -> None:
     """input [N, C, IH, IW] read at grid [N, OH, OW, 2] -> [N, C, OH, OW]."""

@@ -3,6 +3,8 @@ never code that comes with the weights."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,8 +57,9 @@ def load_checkpoint(
             hint="install the transformers version that has the model type "
             f"{config_dict.get('model_type')!r}",
         ) from error
-    config._experts_implementation = EXPERTS
     model = _load_model(transformers, folder, config, dtype)
+    with contextlib.suppress(ValueError, AttributeError):  # raised by models without experts
+        model.set_experts_implementation(EXPERTS)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return _wrapped(transformers, model, config)
@@ -272,7 +275,7 @@ def _wrapped(
 ) -> tuple[torch.nn.Module, dict[str, Any], dict[str, Any] | None]:
     text = getattr(config, "text_config", None) or config
     inputs = model.main_input_name
-    takes = set(_parameters(model))
+    takes = set(inspect.signature(model.forward).parameters)
     if inputs == "pixel_values":
         return Vision(model, {}).eval(), {"pixel_values": _pixels(model, config)}, None
     if inputs != "input_ids":
@@ -306,12 +309,6 @@ def _wrapped(
     kwargs |= masked
     shapes |= {"attention_mask": {1: length}}
     return Encoder(model, {}).eval(), kwargs, shapes
-
-
-def _parameters(model: Any) -> list[str]:
-    import inspect
-
-    return list(inspect.signature(model.forward).parameters)
 
 
 def _is_decoder(transformers: Any, model: Any, config: Any) -> bool:

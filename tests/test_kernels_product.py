@@ -10,7 +10,18 @@ import torch
 from graphc.lowering import templates  # noqa: F401
 from graphc.lowering.context import Refuse
 from graphc.lowering.templates import linear, matmul  # noqa: F401
-from tests.kernel_harness import Constant, available_isas, lower, run_rule
+from tests.kernel_harness import (
+    Constant,
+    FakeContext,
+    FakeNode,
+    FakeType,
+    FakeValue,
+    available_isas,
+    dtype_name,
+    lookup,
+    lower,
+    run_rule,
+)
 
 torch.set_num_threads(1)
 ISAS = available_isas()
@@ -192,3 +203,51 @@ def test_nan_and_infinity_pass(isa: str) -> None:
     (got,) = run_rule("aten.linear.default", [x, Constant(w)], isa=isa)
     eager = torch.nn.functional.linear(x, w)
     assert torch.equal(got.isnan(), eager.isnan()) and torch.equal(got.isinf(), eager.isinf())
+
+
+class Cast:
+    """Stands for the node that made an int32 value from an 8-bit one."""
+
+    target = "aten._to_copy.default"
+
+    def __init__(self, source: Any) -> None:
+        self.args = (source,)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("wide", [torch.int32, torch.int64])
+def test_quantised_products_take_the_16_bit_kernel(isa: str, wide: torch.dtype) -> None:
+    for m, k, n in [(1, 64, 33), (90, 301, 70), (3, 1, 1), (16, 384, 64)]:
+        a = torch.randint(0, 256, (m, k), dtype=torch.uint8)
+        b = torch.randint(-128, 128, (k, n), dtype=torch.int8)
+        for constant in (True, False):
+            context = FakeContext(isa)
+            values = [
+                FakeValue(FakeType(dtype_name(wide), tuple(t.shape)), t.to(wide), is_constant)
+                for t, is_constant in ((a, False), (b, constant))
+            ]
+            for value, narrow in zip(values, (a, b), strict=True):
+                source = FakeValue(FakeType(dtype_name(narrow.dtype), tuple(narrow.shape)), narrow)
+                object.__setattr__(value, "producer", Cast(source))
+            out = FakeValue(FakeType(dtype_name(wide), (m, n)), torch.empty(m, n, dtype=wide))
+            node = FakeNode(lookup("aten.mm.default"), tuple(values), {}, (out,))
+            matmul.mm(context, node)
+            assert any("gemm_i16" in step.symbol for step in context.steps)
+            context.execute(2)
+            assert torch.equal(context.results[0], a.to(wide) @ b.to(wide))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_int_mm(isa: str) -> None:
+    a = torch.randint(-128, 128, (40, 72), dtype=torch.int8)
+    b = torch.randint(-128, 128, (72, 48), dtype=torch.int8)
+    for right in (b, Constant(b), b.t().contiguous().t()):
+        (got,) = run_rule("aten._int_mm.default", [a, right], isa=isa)
+        assert torch.equal(got, a.int() @ b.int())
+
+
+def test_vector_weight() -> None:
+    x, w = random(3, 5, 40), random(40)
+    for weight in (w, Constant(w)):
+        (got,) = run_rule("aten.linear.default", [x, weight], isa=ISAS[0])
+        check(got, x.double() @ w.double())

@@ -27,6 +27,9 @@ struct gc_gemm_shape {
 struct gc_gemm : gc_gemm_shape {
   const void *a, *b, *c;  // c: addend or null
   float alpha, beta;
+  // The epilogue counts rows on through all batches and splits them by this length, which may
+  // differ from m where batches were merged into rows or the reverse. 0: as computed.
+  int64_t rows;
 };
 
 // Offset of batch z for one operand's batch strides.
@@ -50,7 +53,8 @@ typedef void (*gc_gemm_function)(const gc_gemm*, const gc_args*, gc_epilogue, in
 
 // The usual entry: ptr = {a, b, c?}; imm = the fields of gc_gemm_shape in order.
 static inline void gc_gemm_entry(gc_gemm_function run, const gc_args* args, gc_epilogue epilogue,
-                                 bool addend, float alpha, float beta, int64_t begin, int64_t end) {
+                                 bool addend, float alpha, float beta, int64_t begin, int64_t end,
+                                 int64_t rows = 0) {
   gc_gemm g;
   static_cast<gc_gemm_shape&>(g) = *(const gc_gemm_shape*)args->imm;
   g.a = args->ptr[0];
@@ -58,6 +62,7 @@ static inline void gc_gemm_entry(gc_gemm_function run, const gc_args* args, gc_e
   g.c = addend ? args->ptr[2] : nullptr;
   g.alpha = alpha;
   g.beta = beta;
+  g.rows = rows;
   run(&g, args, epilogue, begin, end);
 }
 

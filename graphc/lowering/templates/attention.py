@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
-from graphc.lowering.templates.matmul import (
+from graphc.lowering.templates.operand import (
     BATCH_DIMS,
     FAST,
     entry_unit,
@@ -15,6 +15,7 @@ from graphc.lowering.templates.matmul import (
     grain_for,
     merge_dims,
     padded,
+    plain_store,
     product_of,
     same,
 )
@@ -159,7 +160,7 @@ def attention(ctx: LoweringContext, node: Any) -> None:
         k.strides[-2], *padded(k_batch, 0), v_step, v_panel, *padded(v_batch, 0), *masked,
         int(causal),
     ]  # fmt: skip
-    epilogue = ctx.epilogue(node, (z, tq, dv), len(pointers), len(immediates))
+    epilogue = plain_store(ctx, node, (tq, dv), len(pointers), len(immediates))
     text = f"""#include "attention.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{

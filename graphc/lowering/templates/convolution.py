@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
-from graphc.lowering.templates.matmul import (
+from graphc.lowering.templates.operand import (
     FAST,
     SIMPLE,
     entry_unit,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from graphc.lowering.context import LoweringContext, Refuse, rule
-from graphc.lowering.templates.matmul import Operand, Product, emit_product, merge_dims
+from graphc.lowering.templates.matmul import times_vector
+from graphc.lowering.templates.operand import Operand, Product, merge_dims, product_of
+from graphc.lowering.templates.product import emit_product
 
 
 @rule("aten.linear.default")
@@ -19,12 +21,13 @@ def linear(ctx: LoweringContext, node: Any) -> None:
     if x.dtype != w.dtype:
         raise Refuse(f"linear of {x.dtype} with a weight of {w.dtype}")
     weight = ctx.weight(node.args[1])
+    leading = (1, product_of(node.outputs[0].type.shape[:-1]))
     if len(w.shape) == 1:
-        if weight is not None:
-            weight = weight[None]
-        n, n_stride, k_stride = 1, 0, w.strides[0]
-    else:
-        n, n_stride, k_stride = w.shape[0], w.strides[0], w.strides[1]
+        if node.argument("bias") is not None:
+            raise Refuse("linear of a weight vector with a bias")
+        times_vector(ctx, node, x, w, leading)
+        return
+    n, n_stride, k_stride = w.shape[0], w.strides[0], w.strides[1]
     size, (steps,) = merge_dims(x.shape[:-1], [x.strides[:-1]])
     *batch_size, m = size or [1]
     *batch, row = steps or [0]
@@ -47,5 +50,7 @@ def linear(ctx: LoweringContext, node: Any) -> None:
             c=addend,
             size=tuple(batch_size),
             weight=weight,
+            result=leading,
+            operands=(node.args[0], node.args[1]),
         ),
     )

@@ -1,282 +1,15 @@
-"""Lowering of matrix products to the GEMM kernels of graphc/kernels/gemm.h.
-
-`Product` is one batched product with strided operands, whatever operator it came from;
-`emit_product` chooses kernel, packing and work range. This module's rules cover products of two
-run-time operands; a constant right operand is packed at build time.
-"""
+"""Lowering of matrix products whose operands are both given at run time or right one constant."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import sympy
-
-from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
-from graphc.lowering.templates.pack import PANEL, pack_weight
-
-#: rows of one unit of work: GC_GEMM_ROWS in gemm.h
-BLOCK_ROWS = 84
-#: batch dimensions a kernel can address: GC_BATCH_DIMS in gemm.h
-BATCH_DIMS = 4
-#: steps of K between partial sums: GEMM_KC in gemm_driver.h
-K_CHUNK = 128
-#: up to this many rows a run-time right operand with adjacent columns is read in place
-DIRECT_ROWS = 28
-#: multiply-adds worth handing to another thread (a few microseconds)
-GRAIN_WORK = 1 << 17
-
-FAST = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-SIMPLE = {
-    "float64": "f64", "int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32", "int64": "i64",
-}  # fmt: skip
-ADDEND_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A matrix per batch in memory: element (z, row, column) lies at
-    z . batch + row * row_stride + column * column_stride of the view."""
-
-    view: View
-    row: Dim
-    column: Dim
-    batch: tuple[Dim, ...] = ()
-
-
-@dataclass(frozen=True)
-class Product:
-    """out[z] = alpha * a[z] [m, k] x b[z] [k, n] + beta * c[z] [m, n], batches of shape `size`.
-
-    `packed` replaces b by a constant in panels; `weight` is a constant b as [n, k] tensor.
-    """
-
-    dtype: str
-    m: Dim
-    n: Dim
-    k: Dim
-    a: Operand
-    b: Operand | None
-    c: Operand | None = None
-    size: tuple[Dim, ...] = ()
-    weight: Any = None
-    alpha: float = 1.0
-    beta: float = 1.0
-
-
-def same(a: Dim, b: Dim) -> bool:
-    """Whether two sizes are equal for all values of their symbols (as far as algebra shows)."""
-    return bool(sympy.expand(a - b) == 0)
-
-
-def product_of(dims: Sequence[Dim]) -> Dim:
-    result: Dim = 1
-    for dim in dims:
-        result = result * dim
-    return result
-
-
-def merge_dims(
-    shape: Sequence[Dim], strides: Sequence[Sequence[Dim]]
-) -> tuple[list[Dim], list[list[Dim]]]:
-    """Joins neighbouring dimensions that every operand walks with one stride; drops ones.
-
-    `strides` has one list per operand. Gives the merged shape and strides.
-    """
-    sizes: list[Dim] = []
-    merged: list[list[Dim]] = [[] for _ in strides]
-    for i in reversed(range(len(shape))):
-        if isinstance(shape[i], int) and shape[i] == 1:
-            continue
-        if sizes and all(
-            same(row[i], out[0] * sizes[0]) for row, out in zip(strides, merged, strict=True)
-        ):
-            sizes[0] = sizes[0] * shape[i]
-            continue
-        sizes.insert(0, shape[i])
-        for row, out in zip(strides, merged, strict=True):
-            out.insert(0, row[i])
-    return sizes, merged
-
-
-def padded(values: Sequence[Dim], fill: int) -> list[Dim]:
-    return [*[fill] * (BATCH_DIMS - len(values)), *values]
-
-
-def content_symbol(prefix: str, text: str) -> str:
-    """A kernel name that equal texts share, so that equal layers share one translation unit."""
-    return f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def entry_unit(prefix: str, text: str) -> tuple[Unit, str]:
-    """Names the entry point (written as SYMBOL in the text) after its content."""
-    symbol = content_symbol(prefix, text)
-    return Unit(symbol, text.replace("SYMBOL", symbol)), symbol
-
-
-def grain_for(ctx: LoweringContext, work: Dim, most: int) -> int:
-    """Units of range per grain so that one grain is worth a thread; `work` is multiply-adds a
-    unit, symbolic lengths count as small."""
-    static = ctx.static(work)
-    if static is None or static <= 0:
-        return 1
-    return max(1, min(most, GRAIN_WORK // static))
-
-
-def gemm_scratch(k: Dim, rows: Dim = BLOCK_ROWS) -> Dim:
-    """Bytes per thread: accumulator tile, expanded panel, packed rows (fp32 or bf16 pairs)."""
-    return 4 * (BLOCK_ROWS * PANEL + K_CHUNK * PANEL) + 4 * rows * (k + 1)
-
-
-def float_literal(value: float) -> str:
-    return f"{float(value).hex()}f"
-
-
-def emit_product(ctx: LoweringContext, node: Any, product: Product) -> None:
-    """Emits the Steps of one product, its fused epilogue included.
-
-    Raises Refuse for a dtype or a batch structure that no kernel covers.
-    """
-    if product.dtype in SIMPLE:
-        emit_simple(ctx, node, product)
-        return
-    if product.dtype not in FAST:
-        raise Refuse(f"no matrix product kernel for {product.dtype}")
-    kind = FAST[product.dtype]
-    library = Unit(f"gemm_{kind}", ctx.header(f"gemm_{kind}.cpp"))
-    if len(product.size) > BATCH_DIMS:
-        raise Refuse(f"{len(product.size)} batch dimensions that cannot be merged")
-    panels = ceildiv(product.n, PANEL)
-    b, ldb, b_batch = right_operand(ctx, node, product, kind, library)
-    pointers = [product.a.view, b]
-    addend: list[Dim] = [0, 0, 0, *padded((), 0)]
-    if product.c is not None:
-        if product.c.view.dtype not in ADDEND_TYPES:
-            raise Refuse(f"addend of dtype {product.c.view.dtype}")
-        pointers.append(product.c.view)
-        addend = [ADDEND_TYPES[product.c.view.dtype], product.c.row, product.c.column,
-                  *padded(product.c.batch, 0)]  # fmt: skip
-    immediates: list[Dim] = [
-        product.m, product.n, product.k, *padded(product.size, 1),
-        product.a.row, product.a.column, *padded(product.a.batch, 0),
-        ldb, *padded(b_batch, 0), *addend,
-    ]  # fmt: skip
-    z = product_of(product.size)
-    epilogue = ctx.epilogue(node, (z, product.m, product.n), len(pointers), len(immediates))
-    text = f"""#include "gemm.h"
-{epilogue.source}
-GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
-  gc_gemm_entry(gc_gemm_{kind}, args, {epilogue.name}, {str(product.c is not None).lower()},
-                {float_literal(product.alpha)}, {float_literal(product.beta)}, begin, end);
-}}
-"""
-    unit, symbol = entry_unit(f"gemm_{kind}", text)
-    static_m = ctx.static(product.m)
-    rows = BLOCK_ROWS if static_m is None else min(BLOCK_ROWS, static_m)
-    ctx.kernel(
-        unit,
-        symbol,
-        pointers=[*pointers, *epilogue.pointers],
-        immediates=[*immediates, *epilogue.immediates],
-        reads=[*pointers, *epilogue.reads],
-        writes=epilogue.writes,
-        range=z * ceildiv(product.m, BLOCK_ROWS) * panels,
-        grain=grain_for(ctx, rows * PANEL * product.k, 8),
-        scratch=gemm_scratch(product.k, rows),
-        label=node.name,
-        flops=2 * z * product.m * product.n * product.k,
-        units=[library],
-    )
-
-
-def right_operand(
-    ctx: LoweringContext, node: Any, product: Product, kind: str, library: Unit
-) -> tuple[View, Dim, tuple[Dim, ...]]:
-    """The right operand as the kernel reads it: view, row length (0: panels), batch strides."""
-    if product.weight is not None:
-        data, layout = pack_weight(product.weight)
-        return ctx.constant(f"{node.name}.weight", data, layout=layout), 0, ()
-    b = product.b
-    assert b is not None
-    rows, step = ctx.static(product.m), ctx.static(b.row)
-    in_place = (
-        kind == "f32" and ctx.static(b.column) == 1 and step != 0
-        and rows is not None and rows <= DIRECT_ROWS
-    )  # fmt: skip
-    if in_place:
-        return b.view, b.row, b.batch
-    size = [1 if ctx.static(s) == 0 else n for n, s in zip(product.size, b.batch, strict=True)]
-    panels = ceildiv(product.n, PANEL)
-    depth = 2 * ceildiv(product.k, 2) if kind == "bf16" else product.k
-    workspace = ctx.workspace([*size, panels, depth, PANEL], product.dtype)
-    batch: list[Dim] = []
-    running: Dim = panels * depth * PANEL
-    for n, stride in zip(reversed(size), reversed(b.batch), strict=True):
-        batch.insert(0, 0 if ctx.static(stride) == 0 else running)
-        running = running * n
-    ctx.kernel(
-        library,
-        f"gc_pack_panels_{kind}",
-        pointers=[b.view, workspace],
-        immediates=[product.n, product.k, b.column, b.row, *padded(size, 1), *padded(b.batch, 0)],
-        reads=[b.view],
-        writes=[workspace],
-        range=product_of(size) * panels,
-        grain=grain_for(ctx, depth * PANEL * 8, 64),
-        label=f"{node.name}.pack",
-    )
-    return workspace, 0, tuple(batch)
-
-
-def emit_simple(ctx: LoweringContext, node: Any, product: Product) -> None:
-    """float64 and integer products: a blocked loop that writes the result itself."""
-    kind = SIMPLE[product.dtype]
-    if len(product.size) > BATCH_DIMS:
-        raise Refuse(f"{len(product.size)} batch dimensions that cannot be merged")
-    b = product.b
-    if product.weight is not None:
-        constant = ctx.constant(f"{node.name}.weight", product.weight.contiguous())
-        b = Operand(constant, 1, product.k, tuple(0 for _ in product.size))
-    assert b is not None
-    (out,) = ctx.outputs(node)
-    pointers = [product.a.view, b.view]
-    addend: list[Dim] = [0, 0, *padded((), 0)]
-    c = product.c
-    if c is not None:
-        if c.view.dtype != product.dtype:
-            raise Refuse(f"addend of dtype {c.view.dtype} to a product of {product.dtype}")
-        pointers.append(c.view)
-        addend = [c.row, c.column, *padded(c.batch, 0)]
-    if product.dtype != "float64" and (product.alpha, product.beta) != (1.0, 1.0):
-        raise Refuse("integer product with alpha or beta other than 1")
-    text = f"""#include "gemm_simple.h"
-GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
-  gc_product_{kind}(args, {str(c is not None).lower()}, {float(product.alpha).hex()},
-                    {float(product.beta).hex()}, begin, end);
-}}
-"""
-    unit, symbol = entry_unit(f"product_{kind}", text)
-    z = product_of(product.size)
-    ctx.kernel(
-        unit,
-        symbol,
-        pointers=[*pointers, out],
-        immediates=[
-            product.m, product.n, product.k, *padded(product.size, 1),
-            product.a.row, product.a.column, *padded(product.a.batch, 0),
-            b.row, b.column, *padded(b.batch, 0), *addend,
-        ],
-        reads=pointers,
-        writes=[out],
-        range=z * ceildiv(product.m, 8),
-        grain=grain_for(ctx, 32 * product.n * product.k, 64),
-        scratch=8 * (64 * 64 + 8 * 64),
-        label=node.name,
-        flops=2 * z * product.m * product.n * product.k,
-        units=[Unit("gemm_simple", ctx.header("gemm_simple.cpp"))],
-    )  # fmt: skip
+from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
+from graphc.lowering.templates.integer_product import emit_narrow
+from graphc.lowering.templates.operand import Operand, Product, merge_dims, product_of
+from graphc.lowering.templates.product import emit_product
 
 
 def matrix(view: View) -> Operand:
@@ -290,7 +23,7 @@ def transposed_constant(ctx: LoweringContext, value: Any) -> Any:
     return None if weight is None or weight.dim() != 2 else weight.t()
 
 
-def batched(ctx: LoweringContext, node: Any, left: Any, right: Any, **changes: Any) -> None:
+def batched(ctx: LoweringContext, node: Any, left: Any, right: Any) -> None:
     """A product of [*, m, k] and [*, k, n] whose batch dimensions broadcast."""
     a, b = ctx.view(left), ctx.view(right)
     if a.dtype != b.dtype:
@@ -323,7 +56,9 @@ def batched(ctx: LoweringContext, node: Any, left: Any, right: Any, **changes: A
             a.dtype, m, n, k, replace(matrix(a), batch=tuple(a_batch)),
             replace(matrix(b), batch=tuple(b_batch)), size=tuple(size_),
         )  # fmt: skip
-    emit_product(ctx, node, replace(product, **changes))
+    shape = node.outputs[0].type.shape
+    result = (product_of(shape[:-2]), shape[-2])
+    emit_product(ctx, node, replace(product, operands=(left, right), result=result))
 
 
 @rule("aten.mm.default", "aten.bmm.default")
@@ -343,20 +78,30 @@ def matmul(ctx: LoweringContext, node: Any) -> None:
         return
     if a.dtype != b.dtype:
         raise Refuse(f"product of {a.dtype} and {b.dtype}")
-    if len(b.shape) == 1:  # rows of a times one column
-        size, (steps,) = merge_dims(a.shape[:-1], [a.strides[:-1]])
-        *batch, m = size or [1]
-        *a_batch, row = steps or [0]
-        column = Operand(b, b.strides[0], 0, tuple(0 for _ in batch))
-        rows = Operand(a, row, a.strides[-1], tuple(a_batch))
-        emit_product(ctx, node, Product(a.dtype, m, 1, a.shape[0 - 1], rows, column,
-                                        size=tuple(batch)))  # fmt: skip
+    shape = node.outputs[0].type.shape
+    result = (product_of(shape[:-2]), shape[-2]) if len(shape) >= 2 else None
+    if len(b.shape) == 1:
+        times_vector(ctx, node, a, b, result)
         return
     size, (steps,) = merge_dims(b.shape[:-2], [b.strides[:-2]])
     row_vector = Operand(a, 0, a.strides[0], tuple(0 for _ in size))
     emit_product(ctx, node, Product(a.dtype, 1, b.shape[-1], a.shape[0], row_vector,
                                     Operand(b, b.strides[-2], b.strides[-1], tuple(steps)),
-                                    size=tuple(size)))  # fmt: skip
+                                    size=tuple(size), result=result))  # fmt: skip
+
+
+def times_vector(
+    ctx: LoweringContext, node: Any, a: View, b: View, result: tuple[Dim, Dim] | None
+) -> None:
+    """[*, n, k] or [k] times [k] -> [*, n]. The vector is the left operand, so that the columns of
+    the product are the last dimension of the result."""
+    batch = a.shape[:-2]
+    size, (steps,) = merge_dims(batch, [a.strides[: len(batch)]])
+    n, n_stride = (a.shape[-2], a.strides[-2]) if len(a.shape) > 1 else (1, 0)
+    vector = Operand(b, 0, b.strides[0], tuple(0 for _ in size))
+    rows = Operand(a, a.strides[-1], n_stride, tuple(steps))
+    emit_product(ctx, node, Product(a.dtype, 1, n, a.shape[-1], vector, rows, size=tuple(size),
+                                    result=result))  # fmt: skip
 
 
 def addend(view: View, shape: Sequence[Dim], ctx: LoweringContext) -> list[Dim]:
@@ -398,4 +143,24 @@ def addmm(ctx: LoweringContext, node: Any) -> None:
         weight = transposed_constant(ctx, right)
         product = Product(a.dtype, a.shape[0], b.shape[-1], a.shape[-1], matrix(a),
                           None if weight is not None else matrix(b), c)  # fmt: skip
-    emit_product(ctx, node, replace(product, weight=weight, alpha=alpha, beta=beta))
+    emit_product(
+        ctx,
+        node,
+        replace(
+            product,
+            weight=weight,
+            alpha=alpha,
+            beta=beta,
+            result=(product_of(shape[:-2]), shape[-2]),
+        ),
+    )
+
+
+@rule("aten._int_mm.default")
+def int_mm(ctx: LoweringContext, node: Any) -> None:
+    """int8 [m, k] x int8 [k, n] -> int32."""
+    left, right = node.args
+    a, b = ctx.view(left), ctx.view(right)
+    product = Product(a.dtype, a.shape[0], b.shape[1], a.shape[1], matrix(a), matrix(b),
+                      weight=transposed_constant(ctx, right), operands=(left, right))  # fmt: skip
+    emit_narrow(ctx, node, product, "int32")

@@ -295,8 +295,11 @@ def prune(graph: Graph) -> Graph:
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a call matters without readers (assertions on data)."""
-    return node.target.startswith(("aten._assert_async", "aten.sym_constrain"))
+    """Whether a call matters without readers: assertions on data, and calls that define a size
+    known only from data."""
+    if node.target.startswith(("aten._assert_async", "aten.sym_constrain")):
+        return True
+    return any(getattr(v.type, "expr", None) is not None for v in node.outputs)
 
 
 def topological(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[Node, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sympy
 
-from graphc.ir.graph import Node, Value
+from graphc.ir.graph import Node, Value, map_tree
 from graphc.ir.types import TensorType
 from graphc.lowering import pointwise
 from graphc.lowering.context import RULES
@@ -60,7 +60,7 @@ def native_operators() -> frozenset[str]:
 def kind(node: Node) -> tuple[str, str]:
     """(kind, reason): kind is "view", "create", "pointwise", "reduce", "copy", "template" or
     "fallback" (with the reason)."""
-    reason = _dtypes(node)
+    reason = _dtypes(node) or _data_sizes(node)
     name = node.target
     if reason:
         return "fallback", reason
@@ -88,6 +88,25 @@ def _dtypes(node: Node) -> str:
         if value.type.dtype not in pointwise.STORAGE:
             return f"no kernels for {value.type.dtype}"
     return ""
+
+
+def _data_sizes(node: Node) -> str:
+    """A result size that no operand or argument tells is read off torch's result."""
+    made = {s for v in node.outputs for d in v.type.shape for s in getattr(d, "free_symbols", ())}
+    if not made:
+        return ""
+    known: set[object] = set()
+    for value in node.inputs():
+        for size in value.type.shape:
+            known |= getattr(size, "free_symbols", set())
+
+    def collect(item: object) -> object:
+        if isinstance(item, sympy.Expr):
+            known.update(item.free_symbols)
+        return item
+
+    map_tree(collect, (node.args, dict(node.kwargs)))
+    return "" if made <= known else "the size of its result depends on data"
 
 
 def _reduction(node: Node) -> str:

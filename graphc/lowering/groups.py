@@ -14,25 +14,35 @@ from dataclasses import dataclass, field
 from graphc.ir.graph import Graph, Node, Value
 from graphc.ir.types import Dim, same
 from graphc.lowering.classify import kind, reduced_dims
-from graphc.lowering.context import RULES
 
 Axes = tuple[int | None, ...]
 _MEMBERS = 96  # nodes in one kernel: beyond, compile time grows faster than the gain
 _LOADS = 28
 
-#: rank of each part of the logical [Z, M, N] result: (batch dims, row dims, column dims) as a
-#: function of the result's rank
-ANCHORS = {
-    "aten.linear.default": lambda rank: (0, rank - 1, 1),
-    "aten.addmm.default": lambda rank: (0, 1, 1),
-    "aten.mm.default": lambda rank: (0, 1, 1),
-    "aten.bmm.default": lambda rank: (1, 1, 1),
-    "aten.baddbmm.default": lambda rank: (1, 1, 1),
-    "aten.matmul.default": lambda rank: (max(rank - 2, 0), min(1, rank - 1), 1),
-    "aten.convolution.default": lambda rank: (1, 1, rank - 2),
-    "aten.conv1d.default": lambda rank: (1, 1, 1),
-    "aten.conv2d.default": lambda rank: (1, 1, 2),
-}
+_PRODUCTS = frozenset(f"aten.{n}" for n in ("linear.default", "addmm.default", "mm.default"))
+_BATCHED = frozenset(f"aten.{n}" for n in ("bmm.default", "baddbmm.default"))
+
+
+def result_parts(node: Node) -> tuple[int, int, int] | None:
+    """How many dims of a product's result are its batches (Z), rows (M) and columns (N); None for
+    operators that take no epilogue."""
+    rank = len(node.outputs[0].type.shape)
+    name = node.target.split(".")[1]
+    if node.target in _PRODUCTS:
+        return (0, rank - 1, 1)
+    if node.target in _BATCHED:
+        return (1, 1, 1)
+    if node.target == "aten.matmul.default":
+        return (rank - 2, 1, 1) if rank >= 2 else None
+    if name == "scaled_dot_product_attention":
+        return (rank - 2, 1, 1)
+    if name.startswith(("conv", "_convolution")):
+        # rows are channels, columns are pixels; an unbatched input has no batch dim
+        spatial = len(node.args[1].type.shape) - 2
+        return (rank - 1 - spatial, 1, spatial)
+    return None
+
+
 _FLOAT = ("float32", "bfloat16", "float16")
 
 
@@ -178,8 +188,7 @@ class _Grouper:
 
     def _alone(self, node: Node) -> None:
         group = self._new((), node)
-        rank_of = ANCHORS.get(node.target)
-        if self.kinds[node][0] != "template" or rank_of is None or node.target not in RULES:
+        if self.kinds[node][0] != "template" or result_parts(node) is None:
             return
         result = node.outputs[0]
         if result.type.dtype not in _FLOAT or len(node.outputs) != 1:

@@ -167,6 +167,11 @@ class _LoopBuilder:
         if kind in ("sum", "prod", "mean") and value.type.dtype != source.type.dtype:
             # torch converts before it sums (bool and integers to int64, or the dtype asked for)
             arg = Compute(value.type.dtype, "{0}", (held,), (value.type.dtype,))
+        if all(source.type.shape[d] == 1 for d in dims):
+            self.scalars[value] = _trivial(kind, arg, value.type.dtype)
+            if len(node.outputs) == 2:
+                self.scalars[node.outputs[1]] = Constant("int64", "(int64_t)0")
+            return
         if kind == "mean":
             count = product([source.type.shape[d] for d in dims])
             scalar: Scalar = Reduce(value.type.dtype, "mean", arg, as_dim(count))
@@ -192,3 +197,12 @@ class _LoopBuilder:
         return tuple(axes)
 
 
+
+
+def _trivial(kind: str, arg: Scalar, dtype: str) -> Scalar:
+    """A reduction over dims of size 1 only: the element itself, its truth, or position 0."""
+    if kind in ("argmax", "argmin"):
+        return Constant("int64", "(int64_t)0")
+    if kind in ("any", "all"):
+        return Compute(dtype, "{0}", (arg,), ("bool",))
+    return Compute(dtype, "{0}", (arg,), (dtype,))

@@ -752,15 +752,36 @@ class _Epilogue(_Writer):
         axes = self.axes[group]
         return self.arguments.size(strides[axes[-1]]) if axes else "0"
 
+    def _term(self, strides: tuple[Dim, ...], group: int, index: str) -> str:
+        """index-th element of a part of [Z, M, N]; a part that no single stride crosses is split
+        into its axes."""
+        axes = self.axes[group]
+        if not axes or all(strides[a] == 0 for a in axes):
+            return ""
+        if collapses(self.loop.domain, axes, strides):
+            return f"{index} * {self._stride(strides, group)}"
+        terms: list[str] = []
+        rest = index
+        for position, axis in enumerate(reversed(axes)):
+            size = self.arguments.size(self.loop.domain[axis])
+            last = position == len(axes) - 1
+            if strides[axis] != 0:
+                part = rest if last else f"{rest} % {size}"
+                terms.append(f"({part}) * {self.arguments.size(strides[axis])}")
+            rest = f"({rest} / {size})"
+        return " + ".join(terms)
+
     def _base(self, view: View, strides: tuple[Dim, ...], write: bool) -> str:
         pointer = self.arguments.pointer(view, write)
         key = (pointer, strides)
         if key not in self.bases:
             name = f"q{len(self.bases)}"
             const = "" if write else "const "
-            z, m, n = (self._stride(strides, group) for group in range(3))
-            parts = [f"{i} * {s}" for i, s in (("z", z), ("(m0 + m)", m), ("n0", n)) if s != "0"]
-            self.line(f"{const}{STORAGE[view.dtype]}* {name} = {pointer} + {' + '.join(parts) or '0'};")
+            terms = [self._term(strides, 0, "z"), self._term(strides, 1, "(m0 + m)")]
+            step = self._stride(strides, 2)
+            terms.append("" if step == "0" else f"n0 * {step}")
+            offset = " + ".join(t for t in terms if t) or "0"
+            self.line(f"{const}{STORAGE[view.dtype]}* {name} = {pointer} + {offset};")
             self.bases[key] = name
         return self.bases[key]
 

@@ -27,11 +27,12 @@ from graphc.ir.types import (
     itemsize,
     product,
     row_major,
+    same,
 )
 from graphc.lowering import views
 from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
-from graphc.lowering.groups import ANCHORS, Group, Grouping, group_nodes, root
+from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
 from graphc.lowering.loop_build import build_loop
 from graphc.lowering.loop_codegen import collapses, generate, generate_epilogue
 from graphc.lowering.loops import Constant, Load, Loop, Store
@@ -459,6 +460,12 @@ class Lowering:
             view = self._result_buffers[value]
         else:
             view = self._buffer("arena", -1, value.type, value.name)
+            strides = value.type.strides
+            if _writes_any_layout(value.producer) and strides is not None:
+                # attention results are read as [B, T, H, D] by what follows: torch's own layout
+                # makes that a view
+                if is_dense(value.type.shape, strides):
+                    view = view.with_(strides=strides)
         self.memory[value] = view
         return view
 
@@ -523,7 +530,7 @@ class Lowering:
             stored = [result]
         else:
             stored = self._stored(group)
-        counts = ANCHORS[node.target](len(result.type.shape)) if node.target in ANCHORS else None
+        counts = result_parts(node)
         if counts is None:
             raise InternalError(f"{node.target} has no epilogue parts")
         parts = _parts(result.type.shape, counts)
@@ -541,8 +548,8 @@ class Lowering:
 
         replaced: dict[int, Load] = {}
         for load in loop.loads():
-            if all(collapses(loop.domain, axes, load.strides) for axes in parts):
-                continue
+            if collapses(loop.domain, parts[2], load.strides):
+                continue  # batches and rows may be anything
             # copied along the parts it varies in, broadcast along the others
             shape: list[Dim] = []
             for axes in parts:
@@ -624,6 +631,29 @@ def _parts(
         parts[which].append(axis)
         axis += 1
     return parts
+
+
+def _writes_any_layout(node: Node | None) -> bool:
+    return node is not None and node.target == "aten.scaled_dot_product_attention.default"
+
+
+def is_dense(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
+    """Whether the strides are those of a permuted row-major tensor."""
+    order = [d for d in range(len(shape)) if shape[d] != 1]
+    constants = [d for d in order if isinstance(strides[d], int)]
+    symbolic = [d for d in order if not isinstance(strides[d], int)]
+    expected: Dim = 1
+    for dim in sorted(constants, key=lambda d: int(strides[d])):
+        if not same(strides[dim], expected):
+            return False
+        expected = as_dim(expected * shape[dim])
+    while symbolic:
+        found = next((d for d in symbolic if same(strides[d], expected)), None)
+        if found is None:
+            return False
+        symbolic.remove(found)
+        expected = as_dim(expected * shape[found])
+    return True
 
 
 def _label(members: Sequence[Node]) -> str:

@@ -171,7 +171,17 @@ def test_index_put(isa: str) -> None:
             check(isa, "aten.index_put.default", [x.to(torch.int32), indices, v.int(), accumulate])
     y = x.bfloat16()
     check(isa, "aten.index_put.default", [y, [i], torch.ones(5, 4).bfloat16(), True], scale=2.0)
-    refused("aten.index_put.default", [x, [x > 0], torch.tensor(1.0)])
+    mask = torch.rand(5, 4) > 0.5
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        z = x.to(dtype)
+        one = torch.ones((), dtype=dtype)
+        check(isa, "aten.index_put.default", [z, [z > 0], one], symbols={(0, 0): "a"})
+        check(isa, "aten.index_put.default", [z, [None, mask], one[None]])
+        check(isa, "aten.index_put.default", [z, [mask[:, 0].new_ones(6)], z[0]])
+        check(isa, "aten.index_put.default", [z, [None, mask[:, 0]], one])
+    count = int((x > 0).sum())
+    refused("aten.index_put.default", [x, [x > 0], torch.ones(count)])
+    refused("aten.index_put.default", [x, [x > 0], torch.tensor(1.0), True])
     (ours,) = run_rule(
         "aten.index_put.default", [x, [torch.tensor([2, 2])], torch.arange(2.0)[:, None, None]],
         isa=isa,

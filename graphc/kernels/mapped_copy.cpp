@@ -83,6 +83,30 @@ void linear_copy(const gc_args* args, int64_t begin, int64_t end) {
   copy_run((T*)args->ptr[1] + begin * ds, ds, (const T*)args->ptr[0] + begin * ss, ss, end - begin);
 }
 
+// Overwrites the rows that a mask picks: [outer, masked, inner] with a mask [masked].
+// imm: masked, inner, step of value (0: one item for all, 1: a row of inner items).
+// ptr: src, mask (bytes), value, dst.  Range: outer * masked.
+template <class T>
+void mask_fill(const gc_args* args, int64_t begin, int64_t end) {
+  const int64_t masked = args->imm[0], inner = args->imm[1], step = args->imm[2];
+  const T* src = (const T*)args->ptr[0];
+  const uint8_t* mask = (const uint8_t*)args->ptr[1];
+  const T* value = (const T*)args->ptr[2];
+  T* dst = (T*)args->ptr[3];
+  if (inner == 1) {
+    for (int64_t r = begin; r < end;) {
+      const int64_t m = r % masked, n = min64(masked - m, end - r);
+      for (int64_t i = 0; i < n; ++i) dst[r + i] = mask[m + i] ? *value : src[r + i];
+      r += n;
+    }
+    return;
+  }
+  for (int64_t r = begin; r < end; ++r) {
+    const bool picked = mask[r % masked] != 0;
+    copy_run(dst + r * inner, 1, picked ? value : src + r * inner, picked ? step : 1, inner);
+  }
+}
+
 template <class T>
 void fill(const gc_args* args, int64_t begin, int64_t end) {
   const T value = *(const T*)args->ptr[0];
@@ -99,6 +123,9 @@ void fill(const gc_args* args, int64_t begin, int64_t end) {
   }                                                                                        \
   GC_EXPORT void gc_linear_copy_##TAG(const gc_args* args, int64_t begin, int64_t end) {   \
     gc::linear_copy<TYPE>(args, begin, end);                                               \
+  }                                                                                        \
+  GC_EXPORT void gc_mask_fill_##TAG(const gc_args* args, int64_t begin, int64_t end) {     \
+    gc::mask_fill<TYPE>(args, begin, end);                                                 \
   }                                                                                        \
   GC_EXPORT void gc_fill_##TAG(const gc_args* args, int64_t begin, int64_t end) {          \
     gc::fill<TYPE>(args, begin, end);                                                      \

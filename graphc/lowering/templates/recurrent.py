@@ -205,10 +205,17 @@ def _part(view: View, layer: int, directions: int) -> View:
     )
 
 
-@rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+@rule(
+    "aten.lstm.input",
+    "aten.gru.input",
+    "aten.rnn_tanh.input",
+    "aten.rnn_relu.input",
+    "graphc.lstm.default",
+    "graphc.gru.default",
+)
 def recurrent(ctx: LoweringContext, node: Node) -> None:
     """input [T, B, I] (or [B, T, I]) -> (output [T, B, D*H], h_n (, c_n) [L*D, B, H])."""
-    kind = str(node.op).removeprefix("aten.").removesuffix(".input")
+    kind = str(node.op).split(".")[1]
     count, directions = node.argument("num_layers"), 1 + int(bool(node.argument("bidirectional")))
     first = bool(node.argument("batch_first"))
     if node.argument("train") and node.argument("dropout") and count > 1:

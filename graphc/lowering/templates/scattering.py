@@ -255,12 +255,47 @@ def index_copy(ctx: LoweringContext, node: Node) -> None:
     reduce_into(ctx, node, base, out, src, box, op, include_self=include_self, alpha=alpha)
 
 
+def _put_masked(ctx: LoweringContext, node: Node, base: View, views: list[View | None]) -> None:
+    """self[mask] = value, the one use of a mask whose sizes do not depend on data: the value is
+    one item, or one row for all picked positions."""
+    first = next(i for i, view in enumerate(views) if view is not None)
+    mask = views[first]
+    if mask is None or any(view is not None for view in views[first + 1 :]):
+        raise Refuse("a mask among other indices: sizes depend on data")
+    if mask.dtype != "bool" or node.argument("accumulate"):
+        raise Refuse("a mask of bytes, or adding through a mask")
+    value = ctx.contiguous(node.argument("values"))
+    trailing = base.shape[first + len(mask.shape) :]
+    own = list(value.shape)
+    single = all(is_static_one(size) for size in own)
+    row = list(own[-len(trailing) :]) == list(trailing) if trailing else False
+    if not single and not (row and all(is_static_one(n) for n in own[: -len(trailing)])):
+        raise Refuse("a value per picked position: sizes depend on data")
+    mask = ctx.contiguous(node.argument("indices")[first])
+    masked, inner = product(mask.shape), product(trailing)
+    (out,) = ctx.outputs(node)
+    ctx.kernel(
+        unit(ctx, "mapped_copy"),
+        f"gc_mask_fill_{bytes_tag(out.dtype)}",
+        pointers=[base, mask, value, out],
+        immediates=[masked, inner, 0 if single else 1],
+        reads=[base, mask, value],
+        writes=[out],
+        range=product(base.shape[:first]) * masked,
+        grain=grain(ctx, inner),
+        label="index_put",
+    )
+
+
 @rule("aten.index_put.default", "aten._unsafe_index_put.default")
 def index_put(ctx: LoweringContext, node: Node) -> None:
     """self with self[indices] = values, or += with accumulate; values broadcast."""
     base = ctx.contiguous(node.argument("self"))
     values = ctx.view(node.argument("values"))
     views = optional_views(ctx, node.argument("indices"))
+    if any(view is not None and view.dtype in ("bool", "uint8") for view in views):
+        _put_masked(ctx, node, base, views)
+        return
     box = IndexBox(len(base.shape), views)
     (out,) = ctx.outputs(node)
     pad = len(box.entries) - len(values.shape)

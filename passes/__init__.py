@@ -1,6 +1,13 @@
 """The pipeline, in order, to be read aloud. One file a pass, named as the pass."""
 
 from graphc.rewrite import Pass
+from passes.fusion.activation import Activation
+from passes.fusion.attention import Attention
+from passes.fusion.grouped_query import GroupedQuery
+from passes.fusion.layer_norm import LayerNorm
+from passes.fusion.merged_linear import MergedLinear
+from passes.fusion.rms_norm import RmsNorm
+from passes.fusion.softmax import Softmax
 from passes.simplify.arithmetic import Arithmetic
 from passes.simplify.common_subexpressions import CommonSubexpressions
 from passes.simplify.constant_folding import ConstantFolding
@@ -16,6 +23,13 @@ PIPELINE: tuple[Pass, ...] = (
     Arithmetic(),  # multiplications by one that folding has laid open
     CommonSubexpressions(),  # patterns may now ask "the same value?" by identity
     FoldBatchNorm(),  # into convolutions whose weights are known to be constant by now
+    Activation(),  # gelu, silu, ...: one operator where the model wrote five
+    Softmax(),  # before attention, which looks for it
+    LayerNorm(),  # before rms_norm, which would take its second half
+    RmsNorm(),
+    Attention(),  # scores never in memory
+    GroupedQuery(),  # keys and values read once per group of heads
+    MergedLinear(),  # after attention: products of one input become one
     ViewSimplification(),  # what the rewrites above left between views
     CommonSubexpressions(),
     DeadCode(),  # last: nothing unread reaches lowering

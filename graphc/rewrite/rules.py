@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from graphc.errors import InternalError
 from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import same
 from graphc.report import Match, Refusal
@@ -146,8 +145,10 @@ def _attempt(
             continue
         assert not isinstance(found, Refused)
         made = [builder.of(v) for v in rule.rewrite(builder, found, node)]
+        if not all(map(_same_type, node.outputs, made)):
+            reason = reason or "a number in it has a shape of its own"
+            continue  # what was built is dead
         for old, new in zip(node.outputs, made, strict=True):
-            _check_type(rule.name, old, new)
             builder.replace(old, new)
         log.matched(rule.name, node, made)
         return made
@@ -156,9 +157,9 @@ def _attempt(
     return None
 
 
-def _check_type(rule: str, old: Value, new: Value) -> None:
+def _same_type(old: Value, new: Value) -> bool:
+    """The same dtype and sizes; strides may differ."""
     one, other = old.type, new.type
-    if one.dtype == other.dtype and len(one.shape) == len(other.shape):
-        if all(same(a, b) for a, b in zip(one.shape, other.shape, strict=True)):
-            return
-    raise InternalError(f"rule {rule} replaced {old} by {new}")
+    if one.dtype != other.dtype or len(one.shape) != len(other.shape):
+        return False
+    return all(same(a, b) for a, b in zip(one.shape, other.shape, strict=True))

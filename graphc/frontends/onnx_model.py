@@ -119,6 +119,22 @@ class OnnxModule(torch.nn.Module):
             )
         return tuple(result)
 
+    @property
+    def structural_inputs(self) -> list[str]:
+        """Inputs that decide shapes, axes or branches, and so are best bound with `fixed`."""
+        kinds = {"ints", "int", "floats", "bool", "known"}
+        found = set()
+        for graph in self._graph.walk():
+            for node in graph.nodes:
+                entry = node.operator
+                if entry is None:
+                    continue
+                for index, name in enumerate(node.inputs):
+                    kind = entry.inputs[index] if index < len(entry.inputs) else entry.variadic
+                    if kind in kinds:
+                        found.add(name)
+        return [name for name in self.input_names if name in found]
+
     def dynamic_shapes(self) -> tuple[dict[int, Any] | None, ...]:
         """Per input the dimensions torch.export keeps symbolic, for its `dynamic_shapes`.
 

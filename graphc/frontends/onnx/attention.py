@@ -10,7 +10,7 @@ import torch
 from graphc.frontends.onnx.dtypes import torch_dtype
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Tensor
+from graphc.frontends.onnx.values import Tensor, statically_true
 
 F = torch.nn.functional
 
@@ -61,7 +61,8 @@ def attention(
         k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
     elif nonpad_kv_seqlen is not None:
         offset = (nonpad_kv_seqlen.to(torch.int64) - q.shape[2]).reshape(-1, 1, 1, 1)
-    plain_causal = bool(is_causal) and isinstance(offset, int) and attn_mask is None
+    plain_causal = bool(is_causal) and past_key is None and nonpad_kv_seqlen is None
+    plain_causal = plain_causal and attn_mask is None
     plain_causal = plain_causal and left_window_size < 0 and right_window_size < 0
     mask = _padded_mask(attn_mask, k.shape[2])
     if not plain_causal:
@@ -111,7 +112,7 @@ def _padded_mask(mask: Tensor | None, keys: Any) -> Tensor | None:
     if isinstance(have, int) and isinstance(keys, int):
         if have == keys:
             return mask
-    elif torch.fx.experimental.symbolic_shapes.statically_known_true(have == keys):
+    elif statically_true(have == keys):
         return mask
     missing = keys - have
     return F.pad(mask, (0, missing), value=False if mask.dtype == torch.bool else -math.inf)

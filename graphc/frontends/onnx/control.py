@@ -9,7 +9,7 @@ import torch
 from graphc.frontends.onnx.graph import OnnxGraph, OnnxNode
 from graphc.frontends.onnx.interpreter import Scope
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Raw, Static, Value, decided
+from graphc.frontends.onnx.values import Known, Raw, Static, Value, decided
 
 TRIP_LIMIT = 1000
 BRANCH_LIMIT = 100  # nodes of both branches that may be computed for one selection
@@ -30,7 +30,7 @@ def truth(node: OnnxNode, value: Value) -> bool | None:
 
 @operator("If")
 def if_(
-    node: OnnxNode, scope: Scope, condition: Raw, *, then_branch: OnnxGraph, else_branch: OnnxGraph
+    node: OnnxNode, scope: Scope, condition: Known, *, then_branch: OnnxGraph, else_branch: OnnxGraph
 ) -> tuple[Value, ...]:
     chosen = truth(node, condition)
     run = scope.interpreter.run
@@ -57,7 +57,7 @@ def _select(node: OnnxNode, condition: torch.Tensor, a: Value, b: Value, remedy:
 
 @operator("Loop")
 def loop(
-    node: OnnxNode, scope: Scope, trips: Raw, condition: Raw, *carried: Raw, body: OnnxGraph
+    node: OnnxNode, scope: Scope, trips: Known, condition: Known, *carried: Raw, body: OnnxGraph
 ) -> tuple[Value, ...]:
     remedy = "bind the input that the loop depends on with `fixed`, or export a fixed length"
     count = None if trips is None else _trip_count(node, trips, remedy)

@@ -124,8 +124,6 @@ def mod(node: OnnxNode, a: Tensor, b: Raw, *, fmod: int = 0) -> Tensor:
         return unsigned.narrow(
             torch.remainder(unsigned.widen(a), unsigned.widen(divisor)), wide
         )
-    if a.is_floating_point() and not fmod:
-        raise node.invalid("Mod of floating point needs fmod=1")
     return torch.fmod(a, divisor) if fmod else torch.remainder(a, divisor)
 
 

@@ -6,7 +6,13 @@ import onnx
 from onnx import AttributeProto, FunctionProto, TypeProto
 
 from graphc.frontends.onnx.dtypes import ONNX_OF_TORCH
-from graphc.frontends.onnx.graph import OnnxGraph, OnnxNode, normal_domain, parse_nodes
+from graphc.frontends.onnx.graph import (
+    OnnxGraph,
+    OnnxNode,
+    bind_attributes,
+    normal_domain,
+    parse_nodes,
+)
 from graphc.frontends.onnx.values import Value
 
 
@@ -28,9 +34,12 @@ def function_body(node: OnnxNode, values: list[Value]) -> OnnxGraph:
         bound.setdefault(name, default)
     for default in function.attribute_proto:
         bound.setdefault(default.name, default)
-    opsets = {normal_domain(o.domain): o.version for o in function.opset_import}
-    nodes, constants = parse_nodes(function.node, opsets, None, set(function.input), bound)
-    return OnnxGraph(function.name, list(function.input), list(function.output), nodes, constants)
+    opsets = {"": onnx.defs.onnx_opset_version(), **node.opsets}
+    opsets.update({normal_domain(o.domain): o.version for o in function.opset_import})
+    protos = [bind_attributes(n, bound) for n in function.node]
+    nodes, constants = parse_nodes(protos, opsets, None, set(function.input))
+    outputs = list(function.output)[: len(node.outputs)]
+    return OnnxGraph(function.name, list(function.input), outputs, nodes, constants)
 
 
 def _defaults(node: OnnxNode) -> dict[str, AttributeProto]:

@@ -137,9 +137,7 @@ def parse_graph(
         raise UnsupportedError("sparse initializers are not supported", where=proto.name)
     constants = {i.name: Constant.of(load_tensor(i, base_dir)) for i in proto.initializer}
     inputs = [i.name for i in proto.input]
-    nodes, extra = parse_nodes(
-        proto.node, opsets, base_dir, outer | set(inputs) | set(constants), {}
-    )
+    nodes, extra = parse_nodes(proto.node, opsets, base_dir, outer | set(inputs) | set(constants))
     constants.update(extra)
     known = outer | set(inputs) | set(constants) | {o for n in nodes for o in n.outputs}
     for output in proto.output:
@@ -153,18 +151,13 @@ def parse_nodes(
     opsets: Mapping[str, int],
     base_dir: Path | None,
     known: set[str],
-    bound: Mapping[str, AttributeProto],
 ) -> tuple[list[OnnxNode], dict[str, Constant]]:
-    """Nodes in order, with Constant nodes taken out as constants.
-
-    Args:
-        bound: values of the attributes that a function body refers to.
-    """
+    """Nodes in order, with Constant nodes taken out as constants."""
     known = set(known)
     nodes: list[OnnxNode] = []
     constants: dict[str, Constant] = {}
     for proto in protos:
-        node = parse_node(proto, opsets, base_dir, known, bound)
+        node = parse_node(proto, opsets, base_dir, known)
         for name in node.inputs:
             if name and name not in known:
                 raise node.invalid(
@@ -180,11 +173,7 @@ def parse_nodes(
 
 
 def parse_node(
-    proto: NodeProto,
-    opsets: Mapping[str, int],
-    base_dir: Path | None,
-    known: set[str],
-    bound: Mapping[str, AttributeProto],
+    proto: NodeProto, opsets: Mapping[str, int], base_dir: Path | None, known: set[str]
 ) -> OnnxNode:
     domain = normal_domain(proto.domain)
     where = f"node {proto.name!r} ({proto.op_type}, output {', '.join(proto.output)})"
@@ -192,12 +181,9 @@ def parse_node(
         raise UsageError(f"the model does not import the operator domain {domain!r}", where=where)
     attributes: dict[str, Any] = {}
     for attribute in proto.attribute:
-        name = attribute.name
         if attribute.ref_attr_name:
-            if attribute.ref_attr_name not in bound:
-                continue
-            attribute = bound[attribute.ref_attr_name]
-        attributes[name] = parse_attribute(attribute, opsets, base_dir, known, bound, where)
+            raise UsageError(f"attribute {attribute.name!r} refers outside a function", where=where)
+        attributes[attribute.name] = parse_attribute(attribute, opsets, base_dir, known, where)
     return OnnxNode(
         op_type=proto.op_type,
         domain=domain,
@@ -217,7 +203,6 @@ def parse_attribute(
     opsets: Mapping[str, int],
     base_dir: Path | None,
     known: set[str],
-    bound: Mapping[str, AttributeProto],
     where: str,
 ) -> Any:
     """An attribute as int, float, str, list, tensor or OnnxGraph."""
@@ -239,50 +224,34 @@ def parse_attribute(
             raise UnsupportedError("string tensors are not supported", where=where)
         return load_tensor(attribute.t, base_dir, where)
     if kind == AttributeProto.GRAPH:
-        return parse_subgraph(attribute.g, opsets, base_dir, known, bound)
+        return parse_graph(attribute.g, opsets, base_dir, known)
     name = AttributeProto.AttributeType.Name(kind)
     raise UnsupportedError(
         f"attribute {attribute.name!r} of type {name} is not supported", where=where
     )
 
 
-def parse_subgraph(
-    proto: GraphProto,
-    opsets: Mapping[str, int],
-    base_dir: Path | None,
-    known: set[str],
-    bound: Mapping[str, AttributeProto],
-) -> OnnxGraph:
-    if bound:
-        proto = _bind_attributes(proto, bound)
-    return parse_graph(proto, opsets, base_dir, known)
+def bind_attributes(node: NodeProto, bound: Mapping[str, AttributeProto]) -> NodeProto:
+    """A node of a function body with its attribute references replaced by their values.
 
-
-def _bind_attributes(proto: GraphProto, bound: Mapping[str, AttributeProto]) -> GraphProto:
-    """A copy of a function's subgraph with its attribute references filled in."""
-    copy = GraphProto()
-    copy.CopyFrom(proto)
-    for node in copy.node:
-        kept = []
-        for attribute in node.attribute:
-            if attribute.ref_attr_name:
-                if attribute.ref_attr_name not in bound:
-                    continue
-                value = AttributeProto()
+    A reference to an attribute that the caller leaves out disappears.
+    """
+    result = NodeProto()
+    result.CopyFrom(node)
+    del result.attribute[:]
+    for attribute in node.attribute:
+        if attribute.ref_attr_name:
+            if attribute.ref_attr_name in bound:
+                value = result.attribute.add()
                 value.CopyFrom(bound[attribute.ref_attr_name])
                 value.name = attribute.name
-                kept.append(value)
-            elif attribute.type == AttributeProto.GRAPH:
-                value = AttributeProto()
-                value.CopyFrom(attribute)
-                value.g.CopyFrom(_bind_attributes(attribute.g, bound))
-                kept.append(value)
-            else:
-                kept.append(attribute)
-        copies = [AttributeProto.FromString(a.SerializeToString()) for a in kept]
-        del node.attribute[:]
-        node.attribute.extend(copies)
-    return copy
+            continue
+        copy = result.attribute.add()
+        copy.CopyFrom(attribute)
+        if attribute.type == AttributeProto.GRAPH:
+            del copy.g.node[:]
+            copy.g.node.extend(bind_attributes(n, bound) for n in attribute.g.node)
+    return result
 
 
 def constant_value(node: OnnxNode) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from graphc.frontends.onnx.convolution import kernel_sizes
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Ints, Raw, Static, Tensor, float_items, int_items
+from graphc.frontends.onnx.values import Ints, Known, Raw, Static, Tensor, float_items, int_items
 
 F = torch.nn.functional
 BOX_LIMIT = 1024  # suppression is unrolled box by box
@@ -153,7 +153,7 @@ def _bilinear(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 @operator("NonMaxSuppression", since=10)
 def non_max_suppression(
-    node: OnnxNode, boxes: Tensor, scores: Tensor, limit: Raw = None, iou_threshold: Raw = None,
+    node: OnnxNode, boxes: Tensor, scores: Tensor, limit: Known = None, iou_threshold: Raw = None,
     score_threshold: Raw = None, *, center_point_box: int = 0,
 ) -> Tensor:
     """Rows (batch, class, box) of the boxes kept, best first in each class."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphc.errors import GraphcError
 from graphc.frontends.onnx.functions import function_body
@@ -96,7 +97,14 @@ class Interpreter:
             return self._execute(node, values, scope)
         except GraphcError:
             raise
+        except GuardOnDataDependentSymNode as error:
+            raise node.refuse(
+                "a shape, axis or choice here depends on data that only a run knows",
+                "bind the graph input it comes from with `fixed`",
+            ) from error
         except Exception as error:
+            if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
+                raise node.refuse(f"torch cannot compute this: {error}") from error
             error.add_note(f"while running ONNX {node.where}")
             raise
 
@@ -165,7 +173,7 @@ class Interpreter:
         return list(result) if isinstance(result, tuple) else [result]
 
     def _convert(self, kind: str, value: Value, node: OnnxNode, index: int) -> Any:
-        if kind == "raw" or value is None:
+        if kind in ("raw", "known") or value is None:
             return value
         if isinstance(value, list):
             raise node.refuse("a tensor is expected where the graph gives a sequence")

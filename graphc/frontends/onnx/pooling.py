@@ -99,9 +99,13 @@ def max_unpool(
         (x.shape[2 + i] - 1) * strides[i] - pads[i] - pads[rank + i] + kernel_shape[i]
         for i in range(rank)
     ]
-    shape = natural if output_shape is None else output_shape
-    flat = torch.zeros(product(shape), dtype=x.dtype)
-    return torch.scatter(flat, 0, indices.reshape(-1), x.reshape(-1)).reshape(shape)
+    flat = torch.zeros(product(natural), dtype=x.dtype)
+    y = torch.scatter(flat, 0, indices.reshape(-1), x.reshape(-1)).reshape(natural)
+    if output_shape is None:
+        return y
+    # indices count in the natural size; a larger output continues it with zeros
+    extra = [o - n for o, n in zip(output_shape[2:], natural[2:], strict=True)]
+    return pad_spatial(y, [0] * rank, extra)
 
 
 def window_sum(x: Tensor, shape: Window, end: list[Any]) -> Tensor:

@@ -130,7 +130,12 @@ def conv_integer(
     kernel = kernel_sizes(node, w, kernel_shape)
     shape = window(node, list(x.shape[2:]), kernel, strides, dilations, pads, auto_pad)
     per_channel = [-1] + [1] * (w.ndim - 1)
-    return convolve(node, centered(x, x_zero), centered(w, w_zero, per_channel), None, group, shape)
+    data, weight = centered(x, x_zero), centered(w, w_zero, per_channel)
+    if all(d == 1 for d in shape.dilations):
+        return convolve(node, data, weight, None, group, shape)
+    # torch has no dilated integer convolution; sums of products below 2**53 are exact in float64
+    wide = convolve(node, data.to(torch.float64), weight.to(torch.float64), None, group, shape)
+    return wide.to(torch.int32)
 
 
 @operator("QLinearMatMul")

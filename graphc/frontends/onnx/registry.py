@@ -8,7 +8,7 @@ ONNX attributes as keyword parameters with their defaults, and returns a tensor 
         return torch.nn.functional.leaky_relu(x, alpha)
 
 The annotation of an input says how it arrives (see `values`): `Tensor`, `Ints`, `Int`, `Floats`,
-`Bool` or `Raw`. A handler of control flow takes a `scope` after the node: where its subgraphs
+`Bool`, `Known` or `Raw`. A handler of control flow takes a `scope` after the node: where its subgraphs
 find the names of the enclosing graph. An attribute that the handler does not name is refused, never ignored.
 """
 

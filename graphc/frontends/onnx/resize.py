@@ -13,7 +13,16 @@ import torch
 
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Floats, Ints, Ratio, Raw, Tensor, outside_capture
+from graphc.frontends.onnx.values import (
+    Floats,
+    Ints,
+    Known,
+    Ratio,
+    Tensor,
+    float_items,
+    outside_capture,
+    statically_true,
+)
 
 F = torch.nn.functional
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -71,7 +80,7 @@ def _legacy(mode: str) -> Options:
 
 @operator("Resize", since=11)
 def resize(
-    node: OnnxNode, x: Tensor, roi: Raw = None, scales: Raw = None, sizes: Ints | None = None, *,
+    node: OnnxNode, x: Tensor, roi: Known = None, scales: Known = None, sizes: Ints | None = None, *,
     antialias: int = 0, axes: list[int] | None = None,
     coordinate_transformation_mode: str = "half_pixel", cubic_coeff_a: float = -0.75,
     exclude_outside: int = 0, extrapolation_value: float = 0.0,
@@ -82,23 +91,17 @@ def resize(
         mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a, bool(exclude_outside),
         bool(antialias), extrapolation_value,
     )
-    factors = None if scales is None else _floats(node, scales, "scales")
+    factors = None if scales is None else float_items(scales, node.where, "scales")
     if factors is not None and not factors:
         factors = None
     regions = None
     if options.transform == "tf_crop_and_resize":
-        regions = _floats(node, roi, "roi")
+        regions = float_items(roi, node.where, "roi")
     if sizes is not None and not sizes:
         sizes = None
     return _resize(
         node, x, axes, factors, sizes, regions, options, keep_aspect_ratio_policy
     )
-
-
-def _floats(node: OnnxNode, value: Any, what: str) -> list[Any]:
-    from graphc.frontends.onnx.values import float_items
-
-    return float_items(value, node.where, what)
 
 
 def _resize(
@@ -145,7 +148,7 @@ def _unchanged(axis: Axis, options: Options) -> bool:
 def _scaled_size(node: OnnxNode, before: Any, scale: Any) -> tuple[Any, float | None]:
     """floor(before * scale), exact for symbolic sizes; and the scale if it is a number."""
     if isinstance(scale, Ratio):
-        if scale.numerator is before or statically_same(scale.numerator, before):
+        if scale.numerator is before or statically_true(scale.numerator == before):
             return before, 1.0
         raise node.refuse("Resize with a scale that depends on a symbolic length")
     if not isinstance(scale, float):
@@ -158,12 +161,6 @@ def _scaled_size(node: OnnxNode, before: Any, scale: Any) -> tuple[Any, float | 
             f"Resize of a symbolic length by {scale} is not exact", "fix that length"
         )
     return before * exact.numerator // exact.denominator, scale
-
-
-def statically_same(a: Any, b: Any) -> bool:
-    from graphc.frontends.onnx.values import statically_true
-
-    return statically_true(a == b)
 
 
 def _kept_aspect(
@@ -199,12 +196,12 @@ def _native(x: Tensor, plan: list[Axis], options: Options) -> Tensor | None:
         centered = options.transform in ("half_pixel", "pytorch_half_pixel")
         rounds = centered and options.nearest in ("round_prefer_floor", "round_prefer_ceil")
         # an integer factor repeats each element, under either rule
-        if whole and (floors or rounds) and not any(_is_one(a.after) for a in plan):
+        if whole and (floors or rounds) and all(_single(a.after) is False for a in plan):
             return F.interpolate(x, size=sizes, mode="nearest")
         return None
     exact = all(a.scale is None or whole or _is_product(a) for a in plan)
     centered = options.transform == "half_pixel" or (
-        options.transform == "pytorch_half_pixel" and not any(_is_one(a.after) for a in plan)
+        options.transform == "pytorch_half_pixel" and all(_single(a.after) is False for a in plan)
     )
     corners = options.transform == "align_corners"
     if not exact or not (centered or corners):
@@ -216,8 +213,13 @@ def _native(x: Tensor, plan: list[Axis], options: Options) -> Tensor | None:
     return None
 
 
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
+def _single(size: Any) -> bool | None:
+    """Whether a size is 1; None if that differs among the lengths the capture allows."""
+    if isinstance(size, (int, float)):
+        return size == 1
+    if statically_true(size > 1):
+        return False
+    return True if statically_true(size == 1) else None
 
 
 def _is_product(axis: Axis) -> bool:
@@ -292,7 +294,9 @@ def _coordinates(node: OnnxNode, axis: Axis, options: Options) -> Tensor:
     factor = axis.factor()
     width = axis.after if axis.scale is None else axis.scale * axis.before
     transform = options.transform
-    single = isinstance(width, (int, float)) and width == 1
+    single = _single(width)
+    if single is None and transform in ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize"):
+        raise node.refuse(f"Resize by {transform} to a length that may be 1", "fix that length")
     if transform == "align_corners":
         return torch.zeros_like(y) if single else y * (axis.before - 1) / (width - 1)
     if transform == "asymmetric":

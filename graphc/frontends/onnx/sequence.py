@@ -9,7 +9,7 @@ import torch
 from graphc.frontends.onnx.graph import OnnxGraph, OnnxNode
 from graphc.frontends.onnx.interpreter import Scope
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Int, Raw, Static, Tensor, Value, int_items
+from graphc.frontends.onnx.values import Int, Known, Raw, Static, Tensor, Value, int_items
 
 
 def _position(node: OnnxNode, position: Any, count: int) -> int:
@@ -59,7 +59,7 @@ def length(node: OnnxNode, items: Raw) -> Static:
 
 @operator("SplitToSequence")
 def split_to_sequence(
-    node: OnnxNode, x: Tensor, split: Raw = None, *, axis: int = 0, keepdims: int = 1
+    node: OnnxNode, x: Tensor, split: Known = None, *, axis: int = 0, keepdims: int = 1
 ) -> Any:
     size = x.shape[axis]
     if split is None:

@@ -10,7 +10,7 @@ import torch
 from graphc.frontends.onnx.dtypes import torch_dtype
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Int, Raw, Static, Tensor, int_items, outside_capture
+from graphc.frontends.onnx.values import Int, Known, Static, Tensor, int_items, outside_capture
 
 F = torch.nn.functional
 LONGEST = 1 << 14  # a transform is a matrix product with n * n coefficients
@@ -38,7 +38,7 @@ def known_length(node: OnnxNode, n: Any) -> int:
 
 @operator("DFT", since=17)
 def dft_attribute(
-    node: OnnxNode, x: Tensor, length: Raw = None, *, axis: int = 1, inverse: int = 0,
+    node: OnnxNode, x: Tensor, length: Known = None, *, axis: int = 1, inverse: int = 0,
     onesided: int = 0,
 ) -> Tensor:
     return _dft(node, x, length, axis, bool(inverse), bool(onesided))
@@ -46,7 +46,7 @@ def dft_attribute(
 
 @operator("DFT", since=20)
 def dft(
-    node: OnnxNode, x: Tensor, length: Raw = None, axis: Int | None = None, *, inverse: int = 0,
+    node: OnnxNode, x: Tensor, length: Known = None, axis: Int | None = None, *, inverse: int = 0,
     onesided: int = 0,
 ) -> Tensor:
     return _dft(node, x, length, -2 if axis is None else axis, bool(inverse), bool(onesided))
@@ -124,7 +124,8 @@ def stft(
             raise node.refuse("an STFT window shorter than its frame is not supported")
         basis = basis * window
     kernel = basis.unsqueeze(1)
-    real = F.conv1d(signal[:, :, 0].unsqueeze(1), kernel, stride=step)  # [B, 2 * bins, frames]
+    samples = signal if signal.ndim == 2 else signal[:, :, 0]  # onnxruntime takes [B, L] too
+    real = F.conv1d(samples.unsqueeze(1), kernel, stride=step)  # [B, 2 * bins, frames]
     if signal.ndim == 3 and signal.shape[2] == 2:
         other = F.conv1d(signal[:, :, 1].unsqueeze(1), kernel, stride=step)
         real = real + torch.cat([-other[:, bins:], other[:, :bins]], 1)
@@ -152,7 +153,7 @@ def window(
 
 @operator("MelWeightMatrix", since=17)
 def mel_weight_matrix(
-    node: OnnxNode, bins: Int, dft_length: Int, sample_rate: Int, low: Raw, high: Raw, *,
+    node: OnnxNode, bins: Int, dft_length: Int, sample_rate: Int, low: Known, high: Known, *,
     output_datatype: int = 1,
 ) -> Tensor:
     """Triangular filters on the mel scale, [dft_length // 2 + 1, bins]."""

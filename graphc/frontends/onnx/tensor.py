@@ -10,7 +10,7 @@ from graphc.frontends.onnx import unsigned
 from graphc.frontends.onnx.dtypes import WIDE_UNSIGNED, torch_dtype
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Int, Ints, Raw, Static, Tensor, int_items
+from graphc.frontends.onnx.values import Int, Ints, Known, Raw, Static, Tensor, int_items
 
 F = torch.nn.functional
 
@@ -63,7 +63,7 @@ def constant_of_shape(node: OnnxNode, shape: Ints, *, value: Tensor | None = Non
 
 @operator("Range")
 def range_(
-    node: OnnxNode, start: Raw, limit: Raw, delta: Raw, *, stash_type: int | None = None
+    node: OnnxNode, start: Known, limit: Known, delta: Known, *, stash_type: int | None = None
 ) -> Tensor:
     dtype = start.dtype
     if dtype.is_floating_point:
@@ -196,7 +196,7 @@ def pad(
         if isinstance(value, Static) and value.concrete:
             fill = value.flat[0]
         else:
-            fill = node.tensor(value).reshape(()).item()
+            fill = node.tensor(value).reshape(())
     places = list(range(x.ndim)) if axes is None else [int(a) % x.ndim for a in axes]
     return padded(node, x, pads, places, mode, fill)
 
@@ -218,6 +218,9 @@ def padded(
             flat.extend(amounts.get(axis, (0, 0)))
         if x.dtype in WIDE_UNSIGNED:
             raise node.refuse(f"Pad of {x.dtype} is not supported")
+        if isinstance(value, torch.Tensor):
+            inside = F.pad(torch.ones_like(x, dtype=torch.bool), flat, "constant", False)
+            return torch.where(inside, F.pad(x, flat), value)
         return F.pad(x, flat, "constant", bool(value) if x.dtype == torch.bool else value)
     if mode not in ("reflect", "edge", "wrap"):
         raise node.refuse(f"Pad mode {mode!r} is not supported")

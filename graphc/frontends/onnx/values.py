@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphc.errors import UnsupportedError
@@ -23,6 +24,7 @@ Tensor = torch.Tensor
 Value = Any
 # Kinds of handler parameters; the interpreter converts before the call.
 Raw = Annotated[Any, "raw"]  # a Value as it is
+Known = Annotated[Any, "known"]  # a Value as it is, whose content the handler needs at capture
 Ints = Annotated[list[int], "ints"]  # a 1-D (or 0-D) integer input as ints, symbols allowed
 Int = Annotated[int, "int"]  # a one-element integer input
 Floats = Annotated[list[float], "floats"]  # a concrete float input
@@ -167,8 +169,6 @@ def statically_true(condition: Any) -> bool:
     """True if `condition` (bool or SymBool) holds for every length the capture allows."""
     if isinstance(condition, bool):
         return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     return bool(statically_known_true(condition))
 
 
@@ -189,6 +189,7 @@ def int_items(value: Value, where: str, what: str) -> list[Any]:
     if isinstance(value, Static):
         return [_whole(item, where, what) for item in value.flat]
     if isinstance(value, torch.Tensor):
+        value = value.to(torch.int64)
         if value.ndim == 0:
             return [value.item()]
         if value.ndim == 1 and isinstance(value.shape[0], int):

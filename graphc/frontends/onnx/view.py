@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from graphc.frontends.onnx import unsigned
 from graphc.frontends.onnx.dtypes import FLOAT8, torch_dtype
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import operator
-from graphc.frontends.onnx.values import Ints, Raw, Static, Tensor, product
+from graphc.frontends.onnx.values import Ints, Known, Raw, Static, Tensor, product
 
 LAST = (1 << 63) - 1
 
@@ -32,7 +33,7 @@ def dropout_legacy(
 
 @operator("Dropout", since=12)
 def dropout(
-    node: OnnxNode, x: Tensor, ratio: Raw = None, training_mode: Raw = None, *, seed: int = 0
+    node: OnnxNode, x: Tensor, ratio: Known = None, training_mode: Known = None, *, seed: int = 0
 ) -> Any:
     if training_mode is not None:
         known = isinstance(training_mode, Static) and training_mode.concrete
@@ -83,6 +84,9 @@ def convert(node: OnnxNode, x: Tensor, dtype: torch.dtype, saturate: int = 1) ->
     if saturate:
         largest = torch.finfo(dtype).max
         x = torch.clamp(x, -largest, largest)
+    elif dtype == torch.float8_e4m3fn:
+        # no infinity: what rounds above 448 is NaN; 464 is the tie that goes down
+        x = torch.where(torch.abs(x) > 464.0, math.nan, x)
     return x.to(dtype)
 
 

@@ -5,14 +5,16 @@ numbers come out of the same C++ that a plan would hold, for any ISA level of th
 
     result, = run_rule("aten.linear.default", [x, Constant(weight), Constant(bias)], isa="avx2")
 
-Every Step runs over its range in several pieces, on scratch and workspaces filled with NaN bytes,
-and each result lies between canaries that are checked afterwards.
+Every Step runs over its range in several pieces, on scratch and workspaces filled with NaN bytes.
+Each result lies between canaries that are checked afterwards, dense inputs and constants end at a
+page that may not be read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import subprocess
 import tempfile
@@ -173,6 +175,24 @@ class Memory:
             raise AssertionError(f"{what}: written out of bounds")
 
 
+def before_a_forbidden_page(tensor: torch.Tensor) -> tuple[int, object]:
+    """A copy of a dense tensor that ends where readable memory ends: reading past it crashes.
+
+    Gives its address and an object that keeps it alive.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    page = mmap.PAGESIZE
+    room = -(-max(nbytes, 1) // page) * page
+    area = mmap.mmap(-1, room + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if libc.mprotect(start + room, page, 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    ctypes.memmove(start + room - nbytes, tensor.data_ptr(), nbytes)
+    return start + room - nbytes, area
+
+
 @dataclass(frozen=True)
 class Constant:
     """Marks an argument of `run_rule` as known at build time."""
@@ -233,6 +253,7 @@ class FakeContext:
     isa: str
     bindings: dict[sympy.Symbol, int] = field(default_factory=dict)
     epilogue_expression: str = "x"
+    eager_layout: bool = False
     buffers: list[tuple[int, object]] = field(default_factory=list)  # address, owner
     results: tuple[torch.Tensor, ...] = ()
     steps: list[_Step] = field(default_factory=list)
@@ -244,7 +265,10 @@ class FakeContext:
         return int(sympy.sympify(dim).subs(self.bindings))
 
     def _tensor_view(self, tensor: torch.Tensor, shape: tuple[Dim, ...]) -> View:
-        self.buffers.append((tensor.untyped_storage().data_ptr(), tensor))
+        if tensor.is_contiguous() and tensor.storage_offset() == 0:
+            self.buffers.append(before_a_forbidden_page(tensor))
+        else:
+            self.buffers.append((tensor.untyped_storage().data_ptr(), tensor))
         strides: list[Dim] = list(tensor.stride())
         if tensor.is_contiguous():
             running: Dim = 1
@@ -280,7 +304,14 @@ class FakeContext:
     def outputs(self, node: Any) -> tuple[View, ...]:
         made = [self._allocate(v.type.shape, v.tensor.dtype) for v in node.outputs]
         self.results = tuple(t for _, t in made)
-        return tuple(v for v, _ in made)
+        views = tuple(v for v, _ in made)
+        if self.eager_layout:  # a dense layout of torch's choice instead of row-major
+            strides = [v.tensor.stride() for v in node.outputs]
+            views = tuple(v.with_(strides=s) for v, s in zip(views, strides, strict=True))
+            self.results = tuple(
+                t.as_strided(t.shape, s) for t, s in zip(self.results, strides, strict=True)
+            )
+        return views
 
     def workspace(self, shape: Sequence[Dim], dtype: str) -> View:
         return self._allocate(shape, getattr(torch, dtype))[0]
@@ -289,9 +320,7 @@ class FakeContext:
         return value.tensor if value.constant else None
 
     def constant(self, name: str, data: torch.Tensor, layout: str = "", origin: str = "") -> View:
-        view, tensor = self._allocate(tuple(data.shape), data.dtype)
-        tensor.copy_(data)
-        return view
+        return self._tensor_view(data.contiguous(), tuple(data.shape))
 
     def epilogue(
         self, node: Any, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int
@@ -386,13 +415,15 @@ def lower(
     isa: str,
     symbols: Mapping[tuple[int, int], str] | None = None,
     epilogue: str = "x",
+    eager_layout: bool = False,
 ) -> FakeContext:
     """Applies the rule of operator `name`; tensors in args become graph values.
 
-    symbols maps (argument position, dimension) to the name of a symbolic length.
+    symbols maps (argument position, dimension) to the name of a symbolic length; eager_layout
+    asks for results with the strides that eager torch gives.
     """
     operator = lookup(name)
-    context = FakeContext(isa, epilogue_expression=epilogue)
+    context = FakeContext(isa, epilogue_expression=epilogue, eager_layout=eager_layout)
 
     def wrap(argument: Any, position: int) -> Any:
         if isinstance(argument, list | tuple):
@@ -441,11 +472,14 @@ def run_rule(
     symbols: Mapping[tuple[int, int], str] | None = None,
     epilogue: str = "x",
     parts: int = 3,
+    eager_layout: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Lowers one operator call and executes its Steps; gives the results (copies).
 
     Raises graphc.lowering.context.Refuse if the rule refuses.
     """
-    context = lower(name, args, kwargs, isa=isa, symbols=symbols, epilogue=epilogue)
+    context = lower(
+        name, args, kwargs, isa=isa, symbols=symbols, epilogue=epilogue, eager_layout=eager_layout
+    )
     context.execute(parts)
     return tuple(t.clone() for t in context.results)

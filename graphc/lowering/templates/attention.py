@@ -10,6 +10,7 @@ from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ce
 from graphc.lowering.templates.operand import (
     BATCH_DIMS,
     FAST,
+    Operand,
     entry_unit,
     float_literal,
     grain_for,
@@ -61,10 +62,10 @@ def packed_f32(
 
 
 def batch_walks(
-    ctx: LoweringContext, q: View, k: View, v: View, mask: View | None, grouped: bool
+    ctx: LoweringContext, q: View, k: View, v: View, out: View, mask: View | None, grouped: bool
 ) -> tuple[list[Dim], list[list[Dim]]]:
-    """Batch sizes and the strides of q, k, v and mask over them, grouped heads split in two."""
-    views = [view for view in (q, k, v, mask) if view is not None]
+    """Batch sizes and the strides of q, k, v, out, mask over them; grouped heads split in two."""
+    views = [view for view in (q, k, v, out, mask) if view is not None]
     rank = max(len(view.shape) for view in views) - 2
     shape: list[Dim] = []
     walks: list[list[Dim]] = [[] for _ in views]
@@ -116,7 +117,8 @@ def attention(ctx: LoweringContext, node: Any) -> None:
         scale = 1.0 / math.sqrt(width) if width else 1.0
     if not isinstance(scale, int | float):
         raise Refuse("attention with a symbolic scale")
-    size, walks = batch_walks(ctx, q, k, v, mask, bool(node.argument("enable_gqa")))
+    (out,) = ctx.outputs(node)
+    size, walks = batch_walks(ctx, q, k, v, out, mask, bool(node.argument("enable_gqa")))
     if len(size) > BATCH_DIMS:
         raise Refuse(f"attention over {len(size)} batch dimensions that cannot be merged")
     z = product_of(size)
@@ -154,13 +156,14 @@ def attention(ctx: LoweringContext, node: Any) -> None:
             else mask.strides[i]
             for i, n in ((-2, tq), (-1, tk))
         )  # fmt: skip
-        masked = [MASK_TYPES[mask.dtype], rows, columns, *padded(walks[3], 0)]
+        masked = [MASK_TYPES[mask.dtype], rows, columns, *padded(walks[4], 0)]
     immediates: list[Dim] = [
         tq, tk, d, dv, *padded(size, 1), q.strides[-2], q.strides[-1], *padded(walks[0], 0),
         k.strides[-2], *padded(k_batch, 0), v_step, v_panel, *padded(v_batch, 0), *masked,
         int(causal),
     ]  # fmt: skip
-    epilogue = plain_store(ctx, node, (tq, dv), len(pointers), len(immediates))
+    result = Operand(out, out.strides[-2], out.strides[-1], tuple(walks[3]))
+    epilogue = plain_store(result, size, len(pointers), len(immediates))
     text = f"""#include "attention.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{

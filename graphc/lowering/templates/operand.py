@@ -136,21 +136,25 @@ def float_literal(value: float) -> str:
 STORAGE = {"float32": "float", "bfloat16": "gc::bf16", "float16": "gc::f16"}
 
 
-def plain_store(
-    ctx: LoweringContext, node: Any, mn: tuple[Dim, Dim], pointers: int, immediates: int
-) -> Epilogue:
-    """An epilogue that converts and stores row-major [Z, M, N] and nothing else, for operators
-    that take no fused followers."""
-    (out,) = ctx.outputs(node)
-    kind = STORAGE[out.dtype]
+def plain_store(out: Operand, size: Sequence[Dim], pointers: int, immediates: int) -> Epilogue:
+    """An epilogue that converts and stores its tiles in `out`, whose batches are `size`, and does
+    nothing else: for operators that take no fused followers."""
+    kind = STORAGE[out.view.dtype]
     source = f"""#include "num.h"
 static void store_tile(const gc_args* args, const float* acc, int64_t ld, int64_t z, int64_t m0,
                        int64_t mr, int64_t n0, int64_t nr) {{
-  const int64_t m = args->imm[{immediates}], n = args->imm[{immediates + 1}];
-  for (int64_t r = 0; r < mr; r++) {{
-    {kind}* out = ({kind}*)args->ptr[{pointers}] + (z * m + m0 + r) * n + n0;
-    for (int64_t i = 0; i < nr; i++) out[i] = ({kind})acc[r * ld + i];
+  const int64_t *size = args->imm + {immediates}, *steps = size + GC_BATCH_DIMS;
+  const int64_t row = steps[GC_BATCH_DIMS], column = steps[GC_BATCH_DIMS + 1];
+  {kind}* out = ({kind}*)args->ptr[{pointers}] + gc_batch_offset(size, steps, z) + m0 * row +
+      n0 * column;
+  for (int64_t r = 0; r < mr; r++, out += row, acc += ld) {{
+    if (column == 1) {{
+      for (int64_t i = 0; i < nr; i++) out[i] = ({kind})acc[i];
+    }} else {{
+      for (int64_t i = 0; i < nr; i++) out[i * column] = ({kind})acc[i];
+    }}
   }}
 }}
 """
-    return Epilogue("store_tile", source, (out,), mn, (), (out,))
+    values = (*padded(size, 1), *padded(out.batch, 0), out.row, out.column)
+    return Epilogue("store_tile", source, (out.view,), values, (), (out.view,))

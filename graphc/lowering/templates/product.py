@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphc.ir.types import row_major
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv
 from graphc.lowering.templates.integer_product import emit_narrow, is_narrow
 from graphc.lowering.templates.operand import (
@@ -65,7 +66,9 @@ def emit_product(ctx: LoweringContext, node: Any, product: Product) -> None:
     immediates.append(rows)
     where = (len(pointers), len(immediates))
     if product.result is None:
-        epilogue = plain_store(ctx, node, (product.m, product.n), *where)
+        (out,) = ctx.outputs(node)
+        batch = row_major([*product.size, product.m * product.n])[:-1]
+        epilogue = plain_store(Operand(out, product.n, 1, batch), product.size, *where)
     else:
         epilogue = ctx.epilogue(node, (*product.result, product.n), *where)
     text = f"""#include "gemm.h"

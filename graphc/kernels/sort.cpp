@@ -10,7 +10,7 @@
 // gc_topk_*:   imm: n, inner, k, largest.      ptr: src, values [outer, k, inner], indices.
 // gc_kth_*:    imm: n, inner, k (from 0), median.  ptr: src, values [outer, inner], indices.
 //              median: a row with NaN gives its first NaN.
-// scratch: 2 * max(n, 1) words of 16 bytes (sort, kth); topk: n words of 16 bytes.
+// scratch in words of 16 bytes: sort 2 * n, kth n, topk n or, for k * n > 4096, min(n, 2 * k + 64).
 #include "strided.h"
 
 #include <algorithm>
@@ -97,6 +97,17 @@ __attribute__((noinline)) void select(W* words, int64_t k, int64_t n) {
   std::nth_element(words, words + k, words + n);
 }
 
+// The smallest word not below `least`. Words are distinct, so the next one in order is
+// next_word(..., last + 1); those below wrap around to large differences.
+static inline uint64_t next_word(const uint64_t* words, int64_t n, uint64_t least) {
+  uint64_t best = ~0ull;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t above = words[i] - least;
+    best = above < best ? above : best;
+  }
+  return best + least;
+}
+
 template <class T>
 struct Column {
   using Key = decltype(key_of(T()));
@@ -130,6 +141,8 @@ void sort(const gc_args* args, int64_t begin, int64_t end) {
   }
 }
 
+constexpr int64_t kDirect = 4096;  // up to this k * n, topk looks at every item k times
+
 // Keeps the best k seen so far plus a buffer of candidates below the current limit; a full
 // buffer is cut back to k. Most blocks of a long row hold no candidate and cost one compare.
 template <class T>
@@ -148,6 +161,18 @@ void topk(const gc_args* args, int64_t begin, int64_t end) {
     const T* src = (const T*)args->ptr[0] + outer * n * inner + at;
     T* values = (T*)args->ptr[1] + outer * k * inner + at;
     int64_t* indices = (int64_t*)args->ptr[2] + outer * k * inner + at;
+    if (sizeof(Word) == 8 && k <= 16 && k * n <= kDirect) {  // the router of a mixture of experts
+      C::fill(words, src, n, inner, mask != 0);
+      uint64_t least = 0;
+      for (int64_t i = 0; i < k; ++i) {
+        const uint64_t word = next_word((const uint64_t*)words, n, least);
+        const int64_t from = (int64_t)(uint32_t)word;
+        least = word + 1;
+        values[i * inner] = src[from * inner];
+        indices[i * inner] = from;
+      }
+      continue;
+    }
     int64_t held = 0;
     Key limit = (Key)~(Key)0;
     bool limited = false;

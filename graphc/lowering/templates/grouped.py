@@ -66,6 +66,8 @@ def grouped_mm(ctx: LoweringContext, node: Node) -> None:
             label=f"{node.name}.pack",
         )  # fmt: skip
     (out,) = ctx.outputs(node)
+    known_rows, known_groups = ctx.static(rows), ctx.static(groups)
+    share = 1 if known_rows is None else max(1, known_rows // max(1, known_groups or 1))
     ctx.kernel(
         Unit(f"grouped_{kind}", _TYPES[kind] + ctx.header("grouped.cpp")),
         f"gc_grouped_{kind}",
@@ -74,7 +76,7 @@ def grouped_mm(ctx: LoweringContext, node: Node) -> None:
         reads=[x, weights, offs],
         writes=[out],
         range=(ceildiv(rows, BLOCK_ROWS) + groups) * panels,
-        grain=1,
+        grain=grain_for(ctx, min(BLOCK_ROWS, share) * PANEL * k, 8),
         scratch=gemm_scratch(k),
         label=node.name,
         flops=2 * rows * n * k,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: bytes of a key with its index
 WORD = 16
+#: k * n up to which topk keeps the whole row: kDirect in sort.cpp
+DIRECT = 4096
 
 
 def emit_sort(
@@ -82,7 +84,7 @@ def topk(ctx: LoweringContext, node: Node) -> None:
     k: Dim = values.shape[dim] if values.shape else 1
     known_n, known_k = ctx.static(n), ctx.static(k)
     room: Dim = n
-    if known_n is not None and known_k is not None:
+    if known_n is not None and known_k is not None and known_n * known_k > DIRECT:
         room = min(known_n, 2 * known_k + 64)
     ctx.kernel(
         unit(ctx, "sort"),

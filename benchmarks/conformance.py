@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
-from graphc.api import build_module  # noqa: E402
+from graphc.api import Options, build_module  # noqa: E402
 from graphc.runtime.session import load  # noqa: E402
 
 torch.set_num_threads(1)
@@ -47,7 +47,7 @@ class Compiled:
         self.folder = Path(tempfile.mkdtemp(prefix="graphc-conformance-"))
         try:
             self.report, self.captured = build_module(
-                module, args, kwargs, dynamic_shapes, output=self.folder / "plan", jobs=1
+                module, args, kwargs, dynamic_shapes, output=self.folder / "plan", options=Options(jobs=1)
             )
             self.session = load(self.folder / "plan", threads=1)
         except BaseException:
@@ -95,3 +95,90 @@ def zoo(
 
 
 bug_case = zoo
+
+
+def onnx_case(model: Any, inputs: list[Any]) -> list[Any]:
+    """One ONNX model in memory: fixed shapes, those of the inputs."""
+    from graphc.frontends.onnx_model import load_onnx
+
+    names = [i.name for i in model.graph.input]
+    initializers = {i.name for i in model.graph.initializer}
+    feeds = dict(zip([n for n in names if n not in initializers], inputs, strict=False))
+    return _run_onnx(load_onnx(model), feeds, dynamic=False)
+
+
+def _run_onnx(module: Any, feeds: Mapping[str, Any], *, dynamic: bool) -> list[Any]:
+    import numpy as np
+
+    args = tuple(_tensor(feeds[name]) for name in module.input_names)
+    compiled = Compiled(module, args, {}, module.dynamic_shapes() if dynamic else None)
+    try:
+        result = compiled(*args)
+    finally:
+        compiled.close()
+    leaves = [x for x in pytree.tree_leaves(result)]
+    return [_array(x) if isinstance(x, torch.Tensor) else np.asarray(x) for x in leaves]
+
+
+def _tensor(value: Any) -> Any:
+    import numpy as np
+
+    if value is None or isinstance(value, list):
+        raise NotImplementedError("sequences and optionals at the boundary")
+    array = np.asarray(value)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    if array.dtype.kind in "OUS":
+        raise NotImplementedError("strings")
+    return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+_MODELS: dict[tuple[Any, ...], Any] = {}
+
+
+def real_model(path: str, feeds: Mapping[str, Any]) -> list[Any]:
+    """An .onnx file, built once with its free dimensions free; inputs that decide shapes or
+    branches (a sample rate) are fixed to the value fed."""
+    from graphc.frontends.onnx_model import load_onnx
+
+    key = (path,)
+    if key not in _MODELS:
+        probe = load_onnx(path)
+        fixed = {n: feeds[n] for n in probe.structural_inputs}
+        module = load_onnx(path, fixed=fixed) if fixed else probe
+        args = tuple(_tensor(feeds[name]) for name in module.input_names)
+        _MODELS[key] = (module, Compiled(module, args, {}, module.dynamic_shapes()))
+        _announce(path, _MODELS[key][1])
+    module, compiled = _MODELS[key]
+    args = tuple(_tensor(feeds[name]) for name in module.input_names)
+    return [_array(x) for x in pytree.tree_leaves(compiled(*args))]
+
+
+def _announce(name: str, compiled: Compiled) -> None:
+    listed = sorted({f.target for f in compiled.report.fallbacks})
+    ratios = [m.arena_bytes / max(m.lower_bound, 1) for m in compiled.report.memory]
+    print(
+        f"    {Path(name).name}: {compiled.report.buckets[0].steps} steps, fallbacks "
+        f"{', '.join(listed) or 'none'}, arena/bound {max(ratios):.3f}",
+        flush=True,
+    )
+
+
+def _real_torch(module: torch.nn.Module, args: tuple[Any, ...]) -> list[Any]:
+    key = (id(module), tuple(tuple(a.shape) for a in args))
+    if key not in _MODELS:
+        _MODELS[key] = (module, Compiled(module, args, {}))
+        _announce(type(module).__name__, _MODELS[key][1])
+    result = _MODELS[key][1](*args)
+    return [_array(x) for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+real_model.torch = _real_torch  # type: ignore[attr-defined]

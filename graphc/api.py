@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,36 @@ from graphc.frontends.capture import Captured
 from graphc.ir.graph import Graph
 from graphc.lowering.classify import native_operators
 from graphc.plan import Step
-from graphc.report import BuildReport, PassRecord, StageRecord
+from graphc.report import BisectRecord, BuildReport, PassRecord, StageRecord
 from graphc.toolchain.isa import Isa
 
 if TYPE_CHECKING:
     import torch
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a captured graph becomes a plan.
+
+    disable_pass: passes left out, by name. pass_options: "name{key=value}". verify: every pass is
+    checked numerically. dump_passes: folder for the graph after each pass. isa: a lower
+    instruction set level than this machine's. jobs: compiler processes at a time.
+    """
+
+    shapes: Path | None = None
+    phase: str | None = None
+    buckets: Sequence[str] = ()
+    disable_pass: Sequence[str] = ()
+    pass_options: Sequence[str] = ()
+    verify: bool = False
+    dump_passes: Path | None = None
+    require_cached: bool = False
+    jobs: int | None = None
+    isa: str | None = None
+    progress: Progress | None = None
+    stages: Sequence[StageRecord] = field(default_factory=tuple)
 
 
 def memory_planner(
@@ -35,37 +61,45 @@ def memory_planner(
     return offsets, facts.arena_bytes, facts.lower_bound, facts.naive_bytes
 
 
+def pipeline(disable: Sequence[str] = (), options: Sequence[str] = ()) -> Sequence[Any]:
+    """The passes that run, switched and configured.
+
+    Raises UsageError for an unknown pass or option.
+    """
+    from graphc.rewrite import configure
+    from passes import PIPELINE
+
+    chosen: Sequence[Any] = configure(PIPELINE, disable=disable, options=options)
+    return chosen
+
+
 def build_captured(
     captured: Captured,
     output: Path,
+    options: Options | None = None,
     *,
     model: str = "module",
     source: str = "module",
-    shapes: Path | None = None,
-    phase: str | None = None,
-    buckets: Sequence[str] = (),
-    disable_pass: Sequence[str] = (),
-    pass_options: Sequence[str] = (),
-    verify: bool = False,
-    dump_passes: Path | None = None,
-    require_cached: bool = False,
-    jobs: int | None = None,
-    isa: str | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
-    stages: Sequence[StageRecord] = (),
 ) -> BuildReport:
     """Builds a captured graph into the plan folder `output`."""
     from cache.store import Store
+    from graphc.ir.text import print_graph
+    from graphc.rewrite import run_passes
     from graphc.shapes import Shapes
 
-    table = Shapes.load(shapes)
+    options = options or Options()
+    table = Shapes.load(options.shapes)
     level = Isa.detect()
-    if isa is not None:
-        level = level.lowered(isa)
-    chosen = phase or table.default_phase_of(model)
+    if options.isa is not None:
+        level = level.lowered(options.isa)
+    phase = options.phase or table.default_phase_of(model)
+    passes = pipeline(options.disable_pass, options.pass_options)
 
     def transform(graph: Graph) -> tuple[Graph, list[PassRecord]]:
-        return graph, []
+        return run_passes(
+            graph, passes, verify=options.verify, dump=options.dump_passes, phase=phase,
+            progress=options.progress,
+        )  # fmt: skip
 
     store = Store()
     try:
@@ -75,16 +109,19 @@ def build_captured(
                 output=Path(output),
                 model=model,
                 source=source,
-                phase=chosen,
-                buckets=lambda ranges: table.buckets_for(model, phase, ranges, only=buckets),
+                phase=phase,
+                buckets=lambda ranges: table.buckets_for(
+                    model, options.phase, ranges, only=list(options.buckets)
+                ),
                 transform=transform,
                 planner=memory_planner,
                 store=store,
                 isa=level,
-                jobs=jobs,
-                require_cached=require_cached,
-                progress=progress,
-                stages=list(stages),
+                jobs=options.jobs,
+                require_cached=options.require_cached,
+                progress=options.progress,
+                stages=list(options.stages),
+                text=lambda graph: print_graph(graph, contents=False),
             )
         )
     finally:
@@ -98,12 +135,107 @@ def build_module(
     dynamic_shapes: Any = None,
     *,
     output: Path,
-    **options: Any,
+    options: Options | None = None,
 ) -> tuple[BuildReport, Captured]:
     """Captures and builds an nn.Module on example inputs."""
     from graphc.frontends.capture import capture
 
-    start = time.perf_counter()
     captured = capture(module, args, kwargs, dynamic_shapes, keep=native_operators())
-    stages = [StageRecord("capture", time.perf_counter() - start)]
-    return build_captured(captured, output, stages=stages, **options), captured
+    return build_captured(captured, output, options), captured
+
+
+def build(
+    model: str | torch.nn.Module,
+    output: Path,
+    *,
+    shapes: Path | None = None,
+    inputs: Sequence[str] | None = None,
+    dynamic: Sequence[str] | None = None,
+    phase: str | None = None,
+    buckets: Sequence[str] | None = None,
+    dtype: str | None = None,
+    disable_pass: Sequence[str] = (),
+    pass_options: Sequence[str] = (),
+    verify: bool = False,
+    dump_passes: Path | None = None,
+    require_cached: bool = False,
+    jobs: int | None = None,
+    isa: str | None = None,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Builds a model into the plan folder `output`; gives the report that `inspect` shows.
+
+    Args:
+        model: "demo", "pkg.mod:factory", "file.py:factory", "x.pt2", "x.onnx", a checkpoint
+            folder, or a torch.nn.Module.
+        inputs: types of inputs, "x=f32[1,T,384]"; a name in place of a size is a free length.
+        dynamic: ranges "T=1:2048", and names of dimensions "x.1=T".
+        dtype: floating-point weights (and example inputs) are converted to it.
+
+    Raises:
+        GraphcError: one of graphc.errors, with what, where and what to do.
+    """
+    # cheap checks of the user's words come before the model is loaded
+    pipeline(disable_pass, pass_options)
+    start = time.perf_counter()
+    if progress is not None:
+        progress("capture", 0, 0)
+    captured, kind, name = _capture(model, inputs or (), dynamic or (), dtype)
+    stages = (StageRecord("capture", time.perf_counter() - start),)
+    options = Options(
+        shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
+        dump_passes, require_cached, jobs, isa, progress, stages,
+    )  # fmt: skip
+    return build_captured(captured, Path(output), options, model=name, source=kind)
+
+
+def _capture(
+    model: str | torch.nn.Module, inputs: Sequence[str], dynamic: Sequence[str], dtype: str | None
+) -> tuple[Captured, str, str]:
+    from graphc.frontends.resolve import capture_source, resolve
+
+    source = resolve(model, inputs=inputs, dynamic=dynamic, dtype=dtype)
+    return capture_source(source, native_operators()), source.kind, source.name
+
+
+def bisect(
+    model: str | torch.nn.Module,
+    *,
+    shapes: Path | None = None,
+    inputs: Sequence[str] | None = None,
+    dynamic: Sequence[str] | None = None,
+    phase: str | None = None,
+    buckets: Sequence[str] | None = None,
+    dtype: str | None = None,
+    disable_pass: Sequence[str] = (),
+    pass_options: Sequence[str] = (),
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
+) -> BisectRecord | None:
+    """The first pass, and the first node in it, that moves a result beyond the tolerance; None if
+    every pass keeps it. shapes, phase and buckets do not matter to it."""
+    from graphc.rewrite import bisect as first_bad
+
+    passes = pipeline(disable_pass, pass_options)
+    captured, _, _ = _capture(model, inputs or (), dynamic or (), dtype)
+    found: BisectRecord | None = first_bad(captured.graph, passes, rtol=rtol, atol=atol)
+    return found
+
+
+def passes() -> list[tuple[str, str, dict[str, object]]]:
+    """(name, what it does, options) of each pass, in pipeline order, once each."""
+    from graphc.rewrite.options import describe
+    from passes import PIPELINE
+
+    listed: dict[str, tuple[str, str, dict[str, object]]] = {}
+    for one in PIPELINE:
+        text = (type(one).__doc__ or "").strip().splitlines()
+        listed.setdefault(one.name, (one.name, text[0] if text else "", describe(one)))
+    return list(listed.values())
+
+
+def reference(model: str | torch.nn.Module, *, dtype: str | None = None) -> torch.nn.Module:
+    """The model as an eager torch module, for comparisons."""
+    from graphc.frontends.resolve import resolve
+
+    return resolve(model, dtype=dtype).module

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphc.ir.graph import Builder, Graph, Node, Value
-from graphc.ir.types import product
+from graphc.ir.types import Dim, as_dim, product
 
 aten = torch.ops.aten
 Expansion = Callable[[Builder, Node], Sequence[Value] | None]
@@ -276,6 +276,23 @@ def _stack(b: Builder, node: Node) -> Sequence[Value] | None:
     rank = len(node.outputs[0].type.shape)
     parts = tuple(b.call1(aten.unsqueeze.default, v, dim % rank) for v in node.args[0])
     return [b.call1(aten.cat.default, parts, dim % rank)]
+
+
+@expansion("split_with_sizes.default", "split.Tensor", "chunk.default", "unbind.int",
+           "tensor_split.sections", "split.sizes")  # fmt: skip
+def _split(b: Builder, node: Node) -> Sequence[Value] | None:
+    """Parts of a tensor as slices: the sizes are those of the results."""
+    x = b.of(node.args[0])
+    dim = node.argument("dim") % len(x.type.shape)
+    if node.target == "aten.unbind.int":
+        return [b.call1(aten.select.int, x, dim, k) for k in range(len(node.outputs))]
+    made: list[Value] = []
+    start: Dim = 0
+    for value in node.outputs:
+        end = as_dim(start + value.type.shape[dim])
+        made.append(b.call1(aten.slice.Tensor, x, dim, start, end))
+        start = end
+    return made
 
 
 @expansion("einsum.default")

@@ -19,10 +19,18 @@ from torch.utils import _pytree as pytree
 
 import graphc.ops
 from graphc.errors import CaptureError, GraphcError, UnsupportedError
-from graphc.frontends.importer import Importer
+from graphc.frontends.importer import Importer, overlapping, shared_state
 from graphc.frontends.locations import raised_at
 from graphc.frontends.minimum import lower_minimum
-from graphc.frontends.naming import Asked, Place, asked_dims, combined, positional_names, relaxed
+from graphc.frontends.naming import (
+    Asked,
+    Place,
+    asked_dims,
+    bound,
+    combined,
+    positional_names,
+    relaxed,
+)
 from graphc.frontends.trees import describe_tree
 from graphc.ir.graph import Graph
 
@@ -100,7 +108,8 @@ def capture(
     if hasattr(dynamic_shapes, "dynamic_shapes"):  # torch.export.ShapesCollection
         dynamic_shapes = dynamic_shapes.dynamic_shapes(module, args, keywords)
     asked = asked_dims(module, args, keywords, dynamic_shapes)
-    program, notes = _export(module, args, keywords, dynamic_shapes)
+    plain = frozenset(a.name for a in asked.values() if not a.derived)
+    program, notes = _export(module, args, keywords, bound(dynamic_shapes, plain))
     program = _decompose(program, keep)
     captured = _assemble(program, asked, notes)
     graph, refused = lower_minimum(
@@ -222,8 +231,14 @@ def _decompose(
 ) -> torch.export.ExportedProgram:
     with _tracing():
         try:
-            return program.run_decompositions(decompositions(keep))
+            made: torch.export.ExportedProgram = program.run_decompositions(decompositions(keep))
+            return made
         except Exception as error:
+            # torch gives up on buffers that change and share memory, with an assertion of its own
+            held = {**program.state_dict, **program.constants}
+            shared = overlapping({k: t for k, t in held.items() if isinstance(t, torch.Tensor)})
+            if isinstance(error, AssertionError) and shared:
+                raise shared_state(shared[0]) from error
             raise capture_error(error) from error
 
 
@@ -242,7 +257,7 @@ def import_program(
     Raises:
         CaptureError: the program holds something that cannot be a Graph.
     """
-    captured = _assemble(_decompose(program, keep), asked or {}, [])
+    captured = _assemble(_decompose(program, keep), asked or {}, [], saved=True)
     top = program.module_call_graph[0].signature
     names = tuple(getattr(top, "forward_arg_names", None) or ())
     count = program.call_spec.in_spec.child(0).num_children if program.call_spec.in_spec else 0
@@ -252,11 +267,16 @@ def import_program(
 
 
 def _assemble(
-    program: torch.export.ExportedProgram, asked: Mapping[Place, Asked], notes: list[str]
+    program: torch.export.ExportedProgram,
+    asked: Mapping[Place, Asked],
+    notes: list[str],
+    *,
+    saved: bool = False,
 ) -> Captured:
-    importer = Importer(program, asked)
+    importer = Importer(program, asked, saved=saved)
     try:
-        graph = importer.run()
+        with _tracing():
+            graph = importer.run()
     except GraphcError:
         raise
     except Exception as error:

@@ -32,17 +32,22 @@ def shape_env(program: torch.export.ExportedProgram) -> Any:
 
 
 def collect(
-    program: torch.export.ExportedProgram, rename: Callable[[sympy.Expr], sympy.Expr | None]
+    program: torch.export.ExportedProgram,
+    rename: Callable[[sympy.Expr], sympy.Expr | None],
+    *,
+    saved: bool,
 ) -> tuple[Guard, ...]:
     """All conditions of a program over the graph's symbols; `rename` answers None for an
-    expression with symbols the graph does not have."""
+    expression with symbols the graph does not have. Of a `saved` program only their text is left.
+    """
     conditions: list[Any] = []
     env = shape_env(program)
     if env is not None:
         conditions += [rename(guard.expr) for guard in env.guards]
         for checks in env.deferred_runtime_asserts.values():
             conditions += [rename(check.expr) for check in checks]
-    conditions += [rename(expr) for expr in written(program)]
+    if saved:
+        conditions += [rename(expr) for expr in written(program)]
     found: dict[Any, Guard] = {}
     for condition in conditions:
         if condition is None or condition in (True, sympy.true):
@@ -124,7 +129,9 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "abs": sympy.Abs,
     "math.ceil": torch_sympy.CeilToInt,
     "math.floor": torch_sympy.FloorToInt,
+    "math.trunc": torch_sympy.TruncToInt,
     "float": torch_sympy.ToFloat,
+    "torch.sym_float": torch_sympy.ToFloat,
 }
 
 

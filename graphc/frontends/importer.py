@@ -39,15 +39,22 @@ _PLACEMENT = ("pin_memory", "device", "layout")
 
 
 class Importer:
-    """Turns a functional ExportedProgram into a Graph.
+    """Turns a functional ExportedProgram into a Graph; `saved` if it comes from a file.
 
     Attributes (after `run`):
         leaves: per flat input {"leaf": i} or {"const": scalar}.
         notes: what the user should know (fixed lengths, narrowed ranges).
     """
 
-    def __init__(self, program: torch.export.ExportedProgram, asked: Mapping[Place, Asked]) -> None:
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        asked: Mapping[Place, Asked],
+        *,
+        saved: bool = False,
+    ) -> None:
         self.program = program
+        self.saved = saved
         self.asked = asked
         self.notes: list[str] = []
         self.symbols: dict[str, Symbol] = {}
@@ -139,7 +146,7 @@ class Importer:
             Graph(
                 self.symbols, tuple(self._inputs), self._weights, self._states,
                 tuple(self._nodes), tuple(results), state_updates, input_updates,
-                guards.collect(self.program, self._rename),
+                guards.collect(self.program, self._rename, saved=self.saved),
             )
         )  # fmt: skip
 
@@ -183,19 +190,11 @@ class Importer:
         raise CaptureError(f"expected a tensor for weight {target}, found none in the program")
 
     def _check_state_aliases(self) -> None:
-        """A state that shares memory with another tensor would change behind its back."""
-        memory: dict[int, list[Value]] = {}
-        for value, tensor in (*self._states.items(), *self._weights.items()):
-            if tensor.numel():
-                memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(value)
-        for values in memory.values():
-            written = [v for v in values if v in self._states]
-            if written and len(values) > 1 and _overlap(values, self._states, self._weights):
-                names = ", ".join(v.name for v in values)
-                raise UnsupportedError(
-                    f"expected states with memory of their own, found {names} in the same memory",
-                    hint="register one buffer and take views of it inside forward",
-                )
+        tensors = {v.name: t for v, t in (*self._states.items(), *self._weights.items())}
+        written = {value.name for value in self._states}
+        for names in overlapping(tensors):
+            if written & set(names):
+                raise shared_state(names)
 
     def _attribute(self, fx_node: torch.fx.Node) -> None:
         found: Any = self.program.graph_module
@@ -237,7 +236,7 @@ class Importer:
                     f"{asked.name} is fixed at {int(size)}: the model holds for no other length "
                     f"(dimension {position} of {fx_node.name})"
                 )
-            elif len(free) == 1 and (asked.derived or size.node.expr == free[0]):
+            elif len(free) == 1 and asked.derived != (size.node.expr == free[0]):
                 low, high = _range(ranges.get(free[0]))
                 self._name(free[0], asked.name, low, high, asked)
         for _, fx_node, position, size in dims:
@@ -411,13 +410,28 @@ def _window(tensor: torch.Tensor) -> Any:
     )  # fmt: skip
 
 
-def _overlap(values: Sequence[Value], *tables: Mapping[Value, torch.Tensor]) -> bool:
-    """Whether the memory of two of the tensors meets (by first and last byte)."""
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Groups of tensors whose memory meets (by first and last byte)."""
     spans = []
-    for value in values:
-        tensor = next(table[value] for table in tables if value in table)
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.data_ptr()
-        spans.append((start, start + (last + 1) * tensor.element_size()))
-    spans.sort()
-    return any(b[0] < a[1] for a, b in zip(spans, spans[1:], strict=False))
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.layout == torch.strided and tensor.device.type == "cpu":
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), name))
+    groups: list[list[str]] = []
+    end = -1
+    for start, stop, name in sorted(spans):
+        if start < end:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        end = max(end, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def shared_state(names: Sequence[str]) -> UnsupportedError:
+    """The error for a state that would change behind another tensor's back."""
+    return UnsupportedError(
+        f"expected states with memory of their own, found {', '.join(names)} in the same memory",
+        hint="register one buffer and take views of it inside forward",
+    )

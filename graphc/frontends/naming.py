@@ -98,7 +98,7 @@ def _walk(value: Any, shapes: Any, found: dict[Place, Asked]) -> None:
         return
     if isinstance(value, _Leaf):
         items = shapes.items() if isinstance(shapes, Mapping) else enumerate(_sequence(shapes))
-        for dim, asked in items:
+        for dim, asked in list(items):
             made = as_asked(asked)
             if made is not None:
                 found[value.index, int(dim)] = made
@@ -114,8 +114,8 @@ def _walk(value: Any, shapes: Any, found: dict[Place, Asked]) -> None:
         children = list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
     else:
         return
-    items = shapes.values() if isinstance(shapes, Mapping) else _sequence(shapes)
-    for child, item in zip(children, items, strict=False):
+    specs = list(shapes.values()) if isinstance(shapes, Mapping) else list(_sequence(shapes))
+    for child, item in zip(children, specs, strict=False):
         _walk(child, item, found)
 
 
@@ -131,6 +131,19 @@ def as_asked(dim: Any) -> Asked | None:
     low = source.min if isinstance(source.min, int) else 0
     high = source.max if isinstance(source.max, int) else UNBOUNDED
     return Asked(str(source.__name__), low, min(high, UNBOUNDED), source is not dim)
+
+
+def bound(shapes: Any, names: frozenset[str]) -> Any:
+    """The same dynamic shapes; a dimension computed from a length that no dimension is itself
+    (2 * T without T) is left free, since a call could not tell the length."""
+    if isinstance(shapes, Mapping):
+        return {key: bound(item, names) for key, item in shapes.items()}
+    if isinstance(shapes, (tuple, list)):
+        return type(shapes)(bound(item, names) for item in shapes)
+    asked = as_asked(shapes)
+    if asked is None or not asked.derived or asked.name in names:
+        return shapes
+    return torch.export.Dim.AUTO
 
 
 def relaxed(shapes: Any) -> Any:

@@ -21,7 +21,6 @@ from graphc.lowering.templates.strided import (
     Axis,
     bytes_tag,
     convert,
-    copy,
     fill,
     grain,
     is_static_one,
@@ -29,6 +28,7 @@ from graphc.lowering.templates.strided import (
     normal_dim,
     product,
     scalar,
+    start_from,
     tag,
     unit,
 )
@@ -116,7 +116,7 @@ def reduce_into(
     label = f"scatter_{op}"
     one_like = scalar(ctx, node, "alpha", alpha if op == "sum" else 1, out.dtype)
     if op == "set":
-        copy(ctx, base, out, label)
+        start_from(ctx, base, out, label)
         emit(ctx, "set", out, src, one_like, box, label)
         return
     if out.dtype == "bool":
@@ -127,7 +127,7 @@ def reduce_into(
     if half or mean:
         sums = ctx.workspace(out.shape, "float32" if half else out.dtype)
     factor = one_like if sums.dtype == out.dtype else scalar(ctx, node, "alpha", alpha, "float32")
-    convert(ctx, base, sums, label)
+    start_from(ctx, base, sums, label)
     still: list[tuple[Dim, Dim]] = [(size, 0) for size, _ in box.sequence]
     quiet = [(size, to, 0) for size, to, _ in box.columns]
     constant = Box(still, quiet, box.indices, box.run)
@@ -343,7 +343,7 @@ def slice_scatter(ctx: LoweringContext, node: Node) -> None:
         start = min(start, known)
     elif not isinstance(start, int) and not hasattr(start, "free_symbols"):
         raise Refuse("a start that is not a size")
-    copy(ctx, base, out, "slice_scatter")
+    start_from(ctx, base, out, "slice_scatter")
     if any(size == 0 for size in sizes):
         return
     part = out.with_(offset=out.offset + start * out.strides[dim])

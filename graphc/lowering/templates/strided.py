@@ -202,13 +202,11 @@ def mapped_copy(
     )
 
 
-def copy(ctx: LoweringContext, src: View, dst: View, label: str) -> None:
-    """Emits a strided copy of equal shapes and dtypes."""
-    axes = [
-        Axis(size, to, from_)
-        for size, to, from_ in zip(dst.shape, dst.strides, src.strides, strict=True)
-    ]
-    mapped_copy(ctx, src, dst, axes, label)
+def start_from(ctx: LoweringContext, base: View, out: View, label: str) -> None:
+    """Copies `base` to `out`, both contiguous, unless the context gave the result the memory of
+    its dead operand: an update in place needs no copy."""
+    if base.buffer != out.buffer or base.offset != out.offset:
+        convert(ctx, base, out, label)
 
 
 def fill(ctx: LoweringContext, value: View, dst: View, label: str) -> None:

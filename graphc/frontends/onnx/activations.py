@@ -25,9 +25,7 @@ def leaky_relu(
 
 
 @operator("Elu")
-def elu(
-    node: OnnxNode, x: Tensor, *, alpha: float = 1.0, consumed_inputs: Legacy = None
-) -> Tensor:
+def elu(node: OnnxNode, x: Tensor, *, alpha: float = 1.0, consumed_inputs: Legacy = None) -> Tensor:
     return F.elu(x, alpha)
 
 
@@ -70,7 +68,11 @@ def mish(node: OnnxNode, x: Tensor) -> Tensor:
 
 @operator("HardSigmoid")
 def hard_sigmoid(
-    node: OnnxNode, x: Tensor, *, alpha: float = 0.2, beta: float = 0.5,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    alpha: float = 0.2,
+    beta: float = 0.5,
     consumed_inputs: Legacy = None,
 ) -> Tensor:
     return torch.clamp(alpha * x + beta, 0.0, 1.0)

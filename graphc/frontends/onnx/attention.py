@@ -41,18 +41,34 @@ def joined_mask(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 @operator("Attention", since=23)
 def attention(
-    node: OnnxNode, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
-    past_key: Tensor | None = None, past_value: Tensor | None = None,
-    nonpad_kv_seqlen: Tensor | None = None, *, is_causal: int = 0, kv_num_heads: int = 0,
-    q_num_heads: int = 0, qk_matmul_output_mode: int = 0, scale: float | None = None,
-    softcap: float = 0.0, softmax_precision: int = 0, left_window_size: int = -1,
+    node: OnnxNode,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    nonpad_kv_seqlen: Tensor | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int = 0,
+    q_num_heads: int = 0,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int = 0,
+    left_window_size: int = -1,
     right_window_size: int = -1,
 ) -> Any:
     packed = q.ndim == 3
     if packed:
         if not q_num_heads or not kv_num_heads:
             raise node.invalid("q_num_heads and kv_num_heads are needed with 3-D inputs")
-        q, k, v = split_heads(q, q_num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
+        q, k, v = (
+            split_heads(q, q_num_heads),
+            split_heads(k, kv_num_heads),
+            split_heads(v, kv_num_heads),
+        )
     if (past_key is None) != (past_value is None):
         raise node.invalid("past_key and past_value come together")
     offset: Any = 0
@@ -134,8 +150,15 @@ def _position_mask(
 
 
 def _explicit(
-    node: OnnxNode, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
-    softcap: float, softmax_precision: int, mode: int,
+    node: OnnxNode,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+    softmax_precision: int,
+    mode: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention in single steps, with the product that `mode` asks for."""
     groups = q.shape[1] // k.shape[1]
@@ -148,9 +171,7 @@ def _explicit(
         scores = softcap * torch.tanh(scores / softcap)
     stages.append(scores)
     if mask is not None:
-        scores = (
-            torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
-        )
+        scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     stages.append(scores)
     work = scores
     if softmax_precision:
@@ -168,8 +189,15 @@ def _explicit(
 
 @operator("RotaryEmbedding", since=23)
 def rotary_embedding(
-    node: OnnxNode, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-    interleaved: int = 0, num_heads: int = 0, rotary_embedding_dim: int = 0,
+    node: OnnxNode,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
 ) -> Tensor:
     packed = x.ndim == 3
     if packed:

@@ -30,7 +30,12 @@ def truth(node: OnnxNode, value: Value) -> bool | None:
 
 @operator("If")
 def if_(
-    node: OnnxNode, scope: Scope, condition: Known, *, then_branch: OnnxGraph, else_branch: OnnxGraph
+    node: OnnxNode,
+    scope: Scope,
+    condition: Known,
+    *,
+    then_branch: OnnxGraph,
+    else_branch: OnnxGraph,
 ) -> tuple[Value, ...]:
     chosen = truth(node, condition)
     run = scope.interpreter.run
@@ -48,8 +53,10 @@ def _select(node: OnnxNode, condition: torch.Tensor, a: Value, b: Value, remedy:
     if isinstance(a, list) or isinstance(b, list) or a is None or b is None:
         raise node.refuse("If on data that yields a sequence or an optional", remedy)
     left, right = node.tensor(a), node.tensor(b)
-    if left.dtype != right.dtype or left.ndim != right.ndim or any(
-        decided(p == q) is not True for p, q in zip(left.shape, right.shape, strict=True)
+    if (
+        left.dtype != right.dtype
+        or left.ndim != right.ndim
+        or any(decided(p == q) is not True for p, q in zip(left.shape, right.shape, strict=True))
     ):
         raise node.refuse("If on data whose branches yield different shapes", remedy)
     return torch.where(condition.reshape(()), left, right)
@@ -96,8 +103,13 @@ def _trip_count(node: OnnxNode, trips: Value, remedy: str) -> int:
 
 @operator("Scan")
 def scan_batched(
-    node: OnnxNode, scope: Scope, lengths: Raw, *values: Raw, body: OnnxGraph,
-    num_scan_inputs: int, directions: list[int] | None = None,
+    node: OnnxNode,
+    scope: Scope,
+    lengths: Raw,
+    *values: Raw,
+    body: OnnxGraph,
+    num_scan_inputs: int,
+    directions: list[int] | None = None,
 ) -> tuple[Value, ...]:
     """Version 8, with a batch axis before everything."""
     if lengths is not None:
@@ -108,19 +120,31 @@ def scan_batched(
         raise node.refuse("Scan over a symbolic batch size is not supported")
     rows = [
         scan(
-            node, scope, *(t[i] for t in tensors), body=body, num_scan_inputs=num_scan_inputs,
+            node,
+            scope,
+            *(t[i] for t in tensors),
+            body=body,
+            num_scan_inputs=num_scan_inputs,
             scan_input_directions=directions,
         )
         for i in range(batch)
     ]
-    return tuple(torch.stack([node.tensor(v) for v in column]) for column in zip(*rows, strict=True))
+    return tuple(
+        torch.stack([node.tensor(v) for v in column]) for column in zip(*rows, strict=True)
+    )
 
 
 @operator("Scan", since=9)
 def scan(
-    node: OnnxNode, scope: Scope, *values: Raw, body: OnnxGraph, num_scan_inputs: int,
-    scan_input_axes: list[int] | None = None, scan_input_directions: list[int] | None = None,
-    scan_output_axes: list[int] | None = None, scan_output_directions: list[int] | None = None,
+    node: OnnxNode,
+    scope: Scope,
+    *values: Raw,
+    body: OnnxGraph,
+    num_scan_inputs: int,
+    scan_input_axes: list[int] | None = None,
+    scan_input_directions: list[int] | None = None,
+    scan_output_axes: list[int] | None = None,
+    scan_output_directions: list[int] | None = None,
 ) -> tuple[Value, ...]:
     states = len(values) - num_scan_inputs
     state: list[Value] = list(values[:states])

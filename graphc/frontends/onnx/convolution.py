@@ -15,7 +15,9 @@ from graphc.frontends.onnx.values import Ints, Tensor, product
 F = torch.nn.functional
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED: dict[int, Callable[..., Tensor]] = {
-    1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
 }
 
 
@@ -34,9 +36,17 @@ def convolve(
 
 @operator("Conv")
 def conv(
-    node: OnnxNode, x: Tensor, w: Tensor, b: Tensor | None = None, *, auto_pad: str = "NOTSET",
-    dilations: list[int] | None = None, group: int = 1, kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: list[int] | None = None,
+    group: int = 1,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Tensor:
     kernel = kernel_sizes(node, w, kernel_shape)
     shape = window(node, list(x.shape[2:]), kernel, strides, dilations, pads, auto_pad)
@@ -54,10 +64,19 @@ def kernel_sizes(node: OnnxNode, w: Tensor, declared: list[int] | None) -> list[
 
 @operator("ConvTranspose")
 def conv_transpose(
-    node: OnnxNode, x: Tensor, w: Tensor, b: Tensor | None = None, *, auto_pad: str = "NOTSET",
-    dilations: list[int] | None = None, group: int = 1, kernel_shape: list[int] | None = None,
-    output_padding: list[int] | None = None, output_shape: list[int] | None = None,
-    pads: list[int] | None = None, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: list[int] | None = None,
+    group: int = 1,
+    kernel_shape: list[int] | None = None,
+    output_padding: list[int] | None = None,
+    output_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Tensor:
     kernel = kernel_sizes(node, w, kernel_shape)
     rank = len(kernel)
@@ -84,8 +103,14 @@ def conv_transpose(
 
 
 def _transposed_pads(
-    node: OnnxNode, sizes: list[Any], full: list[Any], strides: list[int], extra: list[int],
-    auto_pad: str, output_shape: list[int] | None, pads: list[int] | None,
+    node: OnnxNode,
+    sizes: list[Any],
+    full: list[Any],
+    strides: list[int],
+    extra: list[int],
+    auto_pad: str,
+    output_shape: list[int] | None,
+    pads: list[int] | None,
 ) -> tuple[list[Any], list[Any]]:
     rank = len(sizes)
     same = auto_pad in ("SAME_UPPER", "SAME_LOWER")
@@ -108,8 +133,13 @@ def _transposed_pads(
 
 @operator("CausalConvWithState")
 def causal_conv_with_state(
-    node: OnnxNode, x: Tensor, weight: Tensor, bias: Tensor | None = None,
-    past: Tensor | None = None, *, activation: str = "none",
+    node: OnnxNode,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    past: Tensor | None = None,
+    *,
+    activation: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution of `x` [B, C, T], carrying the last k - 1 positions."""
     if activation not in ("none", "silu", "swish"):
@@ -123,8 +153,14 @@ def causal_conv_with_state(
 
 @operator("Col2Im")
 def col2im(
-    node: OnnxNode, x: Tensor, image: Ints, block: Ints, *, dilations: list[int] | None = None,
-    pads: list[int] | None = None, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    image: Ints,
+    block: Ints,
+    *,
+    dilations: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Tensor:
     """Sums sliding blocks [N, C * block, L] back into images [N, C, image]."""
     rank = len(block)

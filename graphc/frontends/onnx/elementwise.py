@@ -73,7 +73,12 @@ def arithmetic(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Tensor:
 
 @operator("Add")
 def add(
-    node: OnnxNode, a: Raw, b: Raw, *, axis: int | None = None, broadcast: int = 0,
+    node: OnnxNode,
+    a: Raw,
+    b: Raw,
+    *,
+    axis: int | None = None,
+    broadcast: int = 0,
     consumed_inputs: list[int] | None = None,
 ) -> Tensor:
     return arithmetic(python.add, *operands(node, a, aligned(b, a, axis, broadcast, node)))
@@ -81,7 +86,12 @@ def add(
 
 @operator("Sub")
 def sub(
-    node: OnnxNode, a: Raw, b: Raw, *, axis: int | None = None, broadcast: int = 0,
+    node: OnnxNode,
+    a: Raw,
+    b: Raw,
+    *,
+    axis: int | None = None,
+    broadcast: int = 0,
     consumed_inputs: list[int] | None = None,
 ) -> Tensor:
     return arithmetic(python.sub, *operands(node, a, aligned(b, a, axis, broadcast, node)))
@@ -89,7 +99,12 @@ def sub(
 
 @operator("Mul")
 def mul(
-    node: OnnxNode, a: Raw, b: Raw, *, axis: int | None = None, broadcast: int = 0,
+    node: OnnxNode,
+    a: Raw,
+    b: Raw,
+    *,
+    axis: int | None = None,
+    broadcast: int = 0,
     consumed_inputs: list[int] | None = None,
 ) -> Tensor:
     return arithmetic(python.mul, *operands(node, a, aligned(b, a, axis, broadcast, node)))
@@ -97,7 +112,12 @@ def mul(
 
 @operator("Div")
 def div(
-    node: OnnxNode, a: Raw, b: Raw, *, axis: int | None = None, broadcast: int = 0,
+    node: OnnxNode,
+    a: Raw,
+    b: Raw,
+    *,
+    axis: int | None = None,
+    broadcast: int = 0,
     consumed_inputs: list[int] | None = None,
 ) -> Tensor:
     x, y = operands(node, a, aligned(b, a, axis, broadcast, node))
@@ -121,9 +141,7 @@ def mod(node: OnnxNode, a: Tensor, b: Raw, *, fmod: int = 0) -> Tensor:
         x, y = unsigned.widen(a), unsigned.widen(divisor)
         return unsigned.narrow(x - unsigned.divide(x, y) * y, wide)
     if wide is not None:
-        return unsigned.narrow(
-            torch.remainder(unsigned.widen(a), unsigned.widen(divisor)), wide
-        )
+        return unsigned.narrow(torch.remainder(unsigned.widen(a), unsigned.widen(divisor)), wide)
     return torch.fmod(a, divisor) if fmod else torch.remainder(a, divisor)
 
 
@@ -157,16 +175,12 @@ def _extremum(node: OnnxNode, values: tuple[Value, ...], function: Callable[...,
 
 
 @operator("Max")
-def maximum(
-    node: OnnxNode, *values: Raw, consumed_inputs: list[int] | None = None
-) -> Tensor:
+def maximum(node: OnnxNode, *values: Raw, consumed_inputs: list[int] | None = None) -> Tensor:
     return _extremum(node, values, torch.maximum)
 
 
 @operator("Min")
-def minimum(
-    node: OnnxNode, *values: Raw, consumed_inputs: list[int] | None = None
-) -> Tensor:
+def minimum(node: OnnxNode, *values: Raw, consumed_inputs: list[int] | None = None) -> Tensor:
     return _extremum(node, values, torch.minimum)
 
 
@@ -191,20 +205,34 @@ def negate(node: OnnxNode, x: Tensor, *, consumed_inputs: list[int] | None = Non
 
 
 @operator("Ceil", "Floor", "Exp", "Log", "Sqrt", "Reciprocal", "Tanh", "Sigmoid")
-def legacy_unary(
-    node: OnnxNode, x: Tensor, *, consumed_inputs: list[int] | None = None
-) -> Tensor:
+def legacy_unary(node: OnnxNode, x: Tensor, *, consumed_inputs: list[int] | None = None) -> Tensor:
     functions = {
-        "Ceil": torch.ceil, "Floor": torch.floor, "Exp": torch.exp, "Log": torch.log,
-        "Sqrt": torch.sqrt, "Reciprocal": torch.reciprocal, "Tanh": torch.tanh,
+        "Ceil": torch.ceil,
+        "Floor": torch.floor,
+        "Exp": torch.exp,
+        "Log": torch.log,
+        "Sqrt": torch.sqrt,
+        "Reciprocal": torch.reciprocal,
+        "Tanh": torch.tanh,
         "Sigmoid": torch.sigmoid,
     }
     return functions[node.op_type](x)
 
 
 @operator(
-    "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh",
-    "Erf", "Round",
+    "Sin",
+    "Cos",
+    "Tan",
+    "Asin",
+    "Acos",
+    "Atan",
+    "Sinh",
+    "Cosh",
+    "Asinh",
+    "Acosh",
+    "Atanh",
+    "Erf",
+    "Round",
 )
 def unary(node: OnnxNode, x: Tensor) -> Tensor:
     return getattr(torch, node.op_type.lower())(x)  # type: ignore[no-any-return]
@@ -235,7 +263,11 @@ def is_inf(
 
 @operator("Clip")
 def clip_attributes(
-    node: OnnxNode, x: Tensor, *, min: float | None = None, max: float | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    min: float | None = None,
+    max: float | None = None,
     consumed_inputs: list[int] | None = None,
 ) -> Tensor:
     return x if min is None and max is None else torch.clamp(x, min, max)

@@ -94,5 +94,3 @@ def _resolve(location: str, base_dir: Path | None, where: str) -> Path:
             hint="keep the data files beside the model",
         )
     return path
-
-

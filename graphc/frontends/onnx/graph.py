@@ -259,7 +259,7 @@ def constant_value(node: OnnxNode) -> torch.Tensor:
     attributes = node.attributes
     if len(attributes) != 1:
         raise node.invalid(f"one value attribute expected, found {sorted(attributes)}")
-    (key, value), = attributes.items()
+    ((key, value),) = attributes.items()
     if key == "value" and isinstance(value, torch.Tensor):
         return value
     if key in ("value_int", "value_ints"):

@@ -17,7 +17,12 @@ BOX_LIMIT = 1024  # suppression is unrolled box by box
 
 @operator("GridSample", since=16)
 def grid_sample(
-    node: OnnxNode, x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: str = "linear",
+    node: OnnxNode,
+    x: Tensor,
+    grid: Tensor,
+    *,
+    align_corners: int = 0,
+    mode: str = "linear",
     padding_mode: str = "zeros",
 ) -> Tensor:
     name = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
@@ -35,22 +40,44 @@ def affine_grid(node: OnnxNode, theta: Tensor, size: Ints, *, align_corners: int
 
 @operator("RoiAlign", since=10)
 def roi_align_legacy(
-    node: OnnxNode, x: Tensor, rois: Tensor, batch: Tensor, *, mode: str = "avg",
-    output_height: int = 1, output_width: int = 1, sampling_ratio: int = 0,
+    node: OnnxNode,
+    x: Tensor,
+    rois: Tensor,
+    batch: Tensor,
+    *,
+    mode: str = "avg",
+    output_height: int = 1,
+    output_width: int = 1,
+    sampling_ratio: int = 0,
     spatial_scale: float = 1.0,
 ) -> Tensor:
     return roi_align(
-        node, x, rois, batch, coordinate_transformation_mode="output_half_pixel", mode=mode,
-        output_height=output_height, output_width=output_width, sampling_ratio=sampling_ratio,
+        node,
+        x,
+        rois,
+        batch,
+        coordinate_transformation_mode="output_half_pixel",
+        mode=mode,
+        output_height=output_height,
+        output_width=output_width,
+        sampling_ratio=sampling_ratio,
         spatial_scale=spatial_scale,
     )
 
 
 @operator("RoiAlign", since=16)
 def roi_align(
-    node: OnnxNode, x: Tensor, rois: Tensor, batch: Tensor, *,
-    coordinate_transformation_mode: str = "half_pixel", mode: str = "avg", output_height: int = 1,
-    output_width: int = 1, sampling_ratio: int = 0, spatial_scale: float = 1.0,
+    node: OnnxNode,
+    x: Tensor,
+    rois: Tensor,
+    batch: Tensor,
+    *,
+    coordinate_transformation_mode: str = "half_pixel",
+    mode: str = "avg",
+    output_height: int = 1,
+    output_width: int = 1,
+    sampling_ratio: int = 0,
+    spatial_scale: float = 1.0,
 ) -> Tensor:
     """Regions [R, 4] of `x` [N, C, H, W] pooled to [R, C, output_height, output_width]."""
     if sampling_ratio <= 0:
@@ -105,9 +132,18 @@ def _neighbours(position: Tensor, size: Any) -> tuple[Tensor, Tensor, Tensor, Te
 
 @operator("DeformConv", since=19)
 def deform_conv(
-    node: OnnxNode, x: Tensor, w: Tensor, offset: Tensor, b: Tensor | None = None,
-    mask: Tensor | None = None, *, dilations: list[int] | None = None, group: int = 1,
-    kernel_shape: list[int] | None = None, offset_group: int = 1, pads: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor,
+    offset: Tensor,
+    b: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    dilations: list[int] | None = None,
+    group: int = 1,
+    kernel_shape: list[int] | None = None,
+    offset_group: int = 1,
+    pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> Tensor:
     """A 2-D convolution that samples `x` at shifted positions, bilinear with zeros outside."""
@@ -124,7 +160,8 @@ def deform_conv(
     z = z + (torch.arange(columns) * strides[1]).reshape(1, 1, 1, -1)
     sampled = _bilinear(
         x.reshape(n, offset_group, channels // offset_group, x.shape[2], x.shape[3]),
-        shift[:, :, :, :, 0] + y, shift[:, :, :, :, 1] + z,
+        shift[:, :, :, :, 0] + y,
+        shift[:, :, :, :, 1] + z,
     )  # [N, offset groups, C / offset groups, kh, kw, rows, columns]
     if mask is not None:
         sampled = sampled * mask.reshape(n, offset_group, 1, kh, kw, rows, columns)
@@ -153,8 +190,14 @@ def _bilinear(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 @operator("NonMaxSuppression", since=10)
 def non_max_suppression(
-    node: OnnxNode, boxes: Tensor, scores: Tensor, limit: Known = None, iou_threshold: Raw = None,
-    score_threshold: Raw = None, *, center_point_box: int = 0,
+    node: OnnxNode,
+    boxes: Tensor,
+    scores: Tensor,
+    limit: Known = None,
+    iou_threshold: Raw = None,
+    score_threshold: Raw = None,
+    *,
+    center_point_box: int = 0,
 ) -> Tensor:
     """Rows (batch, class, box) of the boxes kept, best first in each class."""
     count = boxes.shape[1]

@@ -84,9 +84,7 @@ class Interpreter:
             ]
             results = self.execute(node, values, scope)
             scope.values.update(
-                (name, result)
-                for name, result in zip(node.outputs, results, strict=False)
-                if name
+                (name, result) for name, result in zip(node.outputs, results, strict=False) if name
             )
         return [scope[name] for name in graph.outputs]
 
@@ -140,9 +138,7 @@ class Interpreter:
                     return None
                 if any(isinstance(r, torch.Tensor) and r.numel() > STATIC_LIMIT for r in results):
                     return None
-                return [
-                    Static.of_tensor(r) if isinstance(r, torch.Tensor) else r for r in results
-                ]
+                return [Static.of_tensor(r) if isinstance(r, torch.Tensor) else r for r in results]
         finally:
             self.real = False
 

@@ -17,9 +17,18 @@ RULES = ("linear", "gated", "delta", "gated_delta")
 
 @operator("LinearAttention", since=27)
 def linear_attention(
-    node: OnnxNode, query: Tensor, key: Tensor, value: Tensor, past_state: Tensor | None = None,
-    decay: Tensor | None = None, beta: Tensor | None = None, *, q_num_heads: int,
-    kv_num_heads: int, chunk_size: int = 64, scale: float = 0.0,
+    node: OnnxNode,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_state: Tensor | None = None,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    q_num_heads: int,
+    kv_num_heads: int,
+    chunk_size: int = 64,
+    scale: float = 0.0,
     update_rule: str = "gated_delta",
 ) -> tuple[Tensor, Tensor]:
     """The recurrence step by step, with the state in float32 at least; needs a known length.

@@ -39,7 +39,9 @@ def logical(
 ) -> Tensor:
     x, y = node.tensor(a), node.tensor(aligned(b, a, axis, broadcast, node))
     functions: dict[str, Any] = {
-        "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor
+        "And": torch.logical_and,
+        "Or": torch.logical_or,
+        "Xor": torch.logical_xor,
     }
     return functions[node.op_type](x, y)  # type: ignore[no-any-return]
 

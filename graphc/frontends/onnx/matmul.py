@@ -55,8 +55,16 @@ def pack_gemm(node: OnnxNode, constants: list[Tensor | None]) -> dict[str, Tenso
 
 @operator("Gemm")
 def gemm(
-    node: OnnxNode, a: Tensor, b: Tensor | None, c: Tensor | None = None, *, alpha: float = 1.0,
-    beta: float = 1.0, transA: int = 0, transB: int = 0, broadcast: int = 0,
+    node: OnnxNode,
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    broadcast: int = 0,
 ) -> Tensor:
     weight = node.packed("weight")
     if weight is not None:
@@ -82,5 +90,3 @@ def einsum(node: OnnxNode, *tensors: Tensor, equation: str) -> Tensor:
 @operator("Det")
 def determinant(node: OnnxNode, x: Tensor) -> Tensor:
     return torch.linalg.det(x)
-
-

@@ -45,8 +45,14 @@ def quick_gelu(node: OnnxNode, x: Tensor, *, alpha: float = 1.702) -> Tensor:
 
 @operator("SkipLayerNormalization", domain=MS)
 def skip_layer_normalization(
-    node: OnnxNode, x: Tensor, skip: Tensor, gamma: Tensor, beta: Tensor | None = None,
-    bias: Tensor | None = None, *, epsilon: float = 1e-12,
+    node: OnnxNode,
+    x: Tensor,
+    skip: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    epsilon: float = 1e-12,
 ) -> Any:
     total = _skipped(x, skip, bias)
     if node.wants(1) or node.wants(2):
@@ -58,7 +64,12 @@ def skip_layer_normalization(
 
 @operator("SkipSimplifiedLayerNormalization", domain=MS)
 def skip_rms_normalization(
-    node: OnnxNode, x: Tensor, skip: Tensor, gamma: Tensor, bias: Tensor | None = None, *,
+    node: OnnxNode,
+    x: Tensor,
+    skip: Tensor,
+    gamma: Tensor,
+    bias: Tensor | None = None,
+    *,
     epsilon: float = 1e-12,
 ) -> Any:
     total = _skipped(x, skip, bias)
@@ -76,7 +87,12 @@ def _skipped(x: Tensor, skip: Tensor, bias: Tensor | None) -> Tensor:
 @operator("SimplifiedLayerNormalization")  # onnxruntime puts it into the default domain
 @operator("SimplifiedLayerNormalization", domain=MS)
 def simplified_layer_normalization(
-    node: OnnxNode, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
     stash_type: int = 1,
 ) -> Tensor:
     if node.wants(1):
@@ -86,17 +102,33 @@ def simplified_layer_normalization(
 
 @operator("LayerNormalization", domain=MS)
 def ms_layer_normalization(
-    node: OnnxNode, x: Tensor, scale: Tensor, bias: Tensor | None = None, *, axis: int = -1,
-    epsilon: float = 1e-5, stash_type: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
 ) -> Any:
     return layer_normalization(node, x, scale, bias, axis=axis, epsilon=epsilon)
 
 
 @operator("EmbedLayerNormalization", domain=MS)
 def embed_layer_normalization(
-    node: OnnxNode, ids: Tensor, segments: Tensor | None, words: Tensor, positions: Tensor,
-    segment_table: Tensor | None, gamma: Tensor, beta: Tensor, mask: Tensor | None = None,
-    position_ids: Tensor | None = None, *, epsilon: float = 1e-12, mask_index_type: int = 0,
+    node: OnnxNode,
+    ids: Tensor,
+    segments: Tensor | None,
+    words: Tensor,
+    positions: Tensor,
+    segment_table: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    epsilon: float = 1e-12,
+    mask_index_type: int = 0,
 ) -> Any:
     if node.wants(1) and mask is not None:
         raise node.refuse("the mask index of EmbedLayerNormalization is not supported")
@@ -123,8 +155,15 @@ def pack_fused_matmul(node: OnnxNode, constants: list[Tensor | None]) -> dict[st
 
 @operator("FusedMatMul", domain=MS)
 def fused_matmul(
-    node: OnnxNode, a: Tensor, b: Tensor | None, *, alpha: float = 1.0, transA: int = 0,
-    transB: int = 0, transBatchA: int = 0, transBatchB: int = 0,
+    node: OnnxNode,
+    a: Tensor,
+    b: Tensor | None,
+    *,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    transBatchA: int = 0,
+    transBatchB: int = 0,
 ) -> Tensor:
     if transBatchA or transBatchB:
         raise node.refuse("FusedMatMul with transposed batch axes is not supported")
@@ -141,8 +180,15 @@ def fused_matmul(
 
 @operator("FusedConv", domain=MS)
 def fused_conv(
-    node: OnnxNode, x: Tensor, w: Tensor, b: Tensor | None = None, z: Tensor | None = None, *,
-    activation: str = "", activation_params: list[float] | None = None, **attributes: Any,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    activation: str = "",
+    activation_params: list[float] | None = None,
+    **attributes: Any,
 ) -> Tensor:
     y = conv(node, x, w, b, **attributes)
     y = y if z is None else y + z
@@ -150,7 +196,9 @@ def fused_conv(
     if activation == "":
         return y
     functions: dict[str, Any] = {
-        "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh,
+        "Relu": torch.relu,
+        "Sigmoid": torch.sigmoid,
+        "Tanh": torch.tanh,
         "LeakyRelu": lambda t: F.leaky_relu(t, *parameters),
         "Clip": lambda t: torch.clamp(t, *parameters),
         "HardSigmoid": lambda t: torch.clamp(parameters[0] * t + parameters[1], 0.0, 1.0),
@@ -162,8 +210,14 @@ def fused_conv(
 
 @operator("MatMulIntegerToFloat", domain=MS)
 def matmul_integer_to_float(
-    node: OnnxNode, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor,
-    a_zero: Tensor | None = None, b_zero: Tensor | None = None, bias: Tensor | None = None,
+    node: OnnxNode,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_zero: Tensor | None = None,
+    b_zero: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     total = torch.matmul(centered(a, a_zero), centered(b, b_zero)).to(a_scale.dtype)
     y = total * (a_scale * b_scale)
@@ -172,7 +226,11 @@ def matmul_integer_to_float(
 
 @operator("DynamicQuantizeMatMul", domain=MS)
 def dynamic_quantize_matmul(
-    node: OnnxNode, a: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor | None = None,
+    node: OnnxNode,
+    a: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     rows, scale, zero = dynamic_quantize_linear(node, a)
@@ -188,9 +246,7 @@ def _dequantized(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @prepare("DynamicQuantizeLSTM", domain=MS)
-def pack_dynamic_quantize_lstm(
-    node: OnnxNode, constants: list[Tensor | None]
-) -> dict[str, Tensor]:
+def pack_dynamic_quantize_lstm(node: OnnxNode, constants: list[Tensor | None]) -> dict[str, Tensor]:
     if len(constants) < 12 or not is_native(node, bool(node.inputs[4]), bool(node.inputs[7])):
         return {}
     w, r, b = constants[1:4]
@@ -207,12 +263,26 @@ def pack_dynamic_quantize_lstm(
 
 @operator("DynamicQuantizeLSTM", domain=MS)
 def dynamic_quantize_lstm(
-    node: OnnxNode, x: Tensor, w: Tensor | None, r: Tensor | None, b: Tensor | None = None,
-    lengths: Tensor | None = None, h: Tensor | None = None, c: Tensor | None = None,
-    peepholes: Tensor | None = None, w_scale: Tensor | None = None, w_zero: Tensor | None = None,
-    r_scale: Tensor | None = None, r_zero: Tensor | None = None, *, direction: str = "forward",
-    hidden_size: int = 0, activations: list[str] | None = None, clip: float = 0.0,
-    input_forget: int = 0, activation_alpha: list[float] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor | None,
+    r: Tensor | None,
+    b: Tensor | None = None,
+    lengths: Tensor | None = None,
+    h: Tensor | None = None,
+    c: Tensor | None = None,
+    peepholes: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    w_zero: Tensor | None = None,
+    r_scale: Tensor | None = None,
+    r_zero: Tensor | None = None,
+    *,
+    direction: str = "forward",
+    hidden_size: int = 0,
+    activations: list[str] | None = None,
+    clip: float = 0.0,
+    input_forget: int = 0,
+    activation_alpha: list[float] | None = None,
     activation_beta: list[float] | None = None,
 ) -> tuple[Tensor, ...]:
     """An LSTM whose weights are stored in 8 bits.

@@ -15,9 +15,19 @@ F = torch.nn.functional
 
 @operator("BatchNormalization")
 def batch_normalization(
-    node: OnnxNode, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *,
-    epsilon: float = 1e-5, momentum: float = 0.9, training_mode: int = 0, spatial: int = 1,
-    is_test: int = 1, consumed_inputs: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    training_mode: int = 0,
+    spatial: int = 1,
+    is_test: int = 1,
+    consumed_inputs: list[int] | None = None,
 ) -> Tensor:
     """Inference only: statistics are inputs."""
     if training_mode or not is_test or any(node.wants(i) for i in range(1, 5)):
@@ -32,7 +42,12 @@ def batch_normalization(
 
 @operator("InstanceNormalization")
 def instance_normalization(
-    node: OnnxNode, x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    epsilon: float = 1e-5,
     consumed_inputs: list[int] | None = None,
 ) -> Tensor:
     return torch.group_norm(x, int(scale.shape[0]), scale, bias, epsilon)
@@ -40,8 +55,14 @@ def instance_normalization(
 
 @operator("LayerNormalization")
 def layer_normalization(
-    node: OnnxNode, x: Tensor, scale: Tensor | None, bias: Tensor | None = None, *,
-    axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
 ) -> Any:
     axis = axis % x.ndim
     shape = list(x.shape[axis:])
@@ -69,7 +90,12 @@ def _same_sizes(t: Tensor, shape: list[Any]) -> bool:
 
 @operator("RMSNormalization")
 def rms_normalization(
-    node: OnnxNode, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
     stash_type: int = 1,
 ) -> Tensor:
     shape = list(x.shape[axis % x.ndim :])
@@ -80,7 +106,12 @@ def rms_normalization(
 
 @operator("GroupNormalization", since=18)
 def group_normalization_of_groups(
-    node: OnnxNode, x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    epsilon: float = 1e-5,
     num_groups: int,
 ) -> Tensor:
     """Version 18 has one scale and bias for a whole group."""
@@ -91,8 +122,14 @@ def group_normalization_of_groups(
 
 @operator("GroupNormalization", since=21)
 def group_normalization(
-    node: OnnxNode, x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5,
-    num_groups: int, stash_type: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    num_groups: int,
+    stash_type: int = 1,
 ) -> Tensor:
     return torch.group_norm(x, num_groups, scale, bias, epsilon)
 
@@ -121,7 +158,12 @@ def mean_variance_normalization(
 
 @operator("LRN")
 def local_response_normalization(
-    node: OnnxNode, x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    size: int,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
     bias: float = 1.0,
 ) -> Tensor:
     if size % 2:

@@ -21,7 +21,9 @@ AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3
 
 def _is_native(shape: Window) -> bool:
     """True if torch's pooling accepts this padding."""
-    return shape.symmetric and all(2 * b <= k for b, k in zip(shape.begin, shape.kernel, strict=True))
+    return shape.symmetric and all(
+        2 * b <= k for b, k in zip(shape.begin, shape.kernel, strict=True)
+    )
 
 
 def _ceil_end(sizes: list[Any], shape: Window) -> list[Any]:
@@ -42,9 +44,16 @@ def _ceil_end(sizes: list[Any], shape: Window) -> list[Any]:
 
 @operator("MaxPool")
 def max_pool(
-    node: OnnxNode, x: Tensor, *, kernel_shape: list[int], auto_pad: str = "NOTSET",
-    ceil_mode: int = 0, dilations: list[int] | None = None, pads: list[int] | None = None,
-    storage_order: int = 0, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    kernel_shape: list[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: list[int] | None = None,
+    pads: list[int] | None = None,
+    storage_order: int = 0,
+    strides: list[int] | None = None,
 ) -> Any:
     sizes = list(x.shape[2:])
     shape = window(node, sizes, kernel_shape, strides, dilations, pads, auto_pad)
@@ -60,7 +69,12 @@ def max_pool(
         source = pad_spatial(source, shape.begin, end, -math.inf)
         padding, ceil, offsets = 0, False, shape.begin
     result = MAX[rank](
-        source, shape.kernel, shape.strides, padding, shape.dilations, ceil,
+        source,
+        shape.kernel,
+        shape.strides,
+        padding,
+        shape.dilations,
+        ceil,
         return_indices=node.wants(1),
     )
     if not node.wants(1):
@@ -90,8 +104,14 @@ def _flat_indices(
 
 @operator("MaxUnpool")
 def max_unpool(
-    node: OnnxNode, x: Tensor, indices: Tensor, output_shape: Ints | None = None, *,
-    kernel_shape: list[int], pads: list[int] | None = None, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    indices: Tensor,
+    output_shape: Ints | None = None,
+    *,
+    kernel_shape: list[int],
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Tensor:
     rank = len(kernel_shape)
     strides, pads = strides or [1] * rank, pads or [0] * (2 * rank)
@@ -120,9 +140,16 @@ def window_sum(x: Tensor, shape: Window, end: list[Any]) -> Tensor:
 
 @operator("AveragePool")
 def average_pool(
-    node: OnnxNode, x: Tensor, *, kernel_shape: list[int], auto_pad: str = "NOTSET",
-    ceil_mode: int = 0, count_include_pad: int = 0, dilations: list[int] | None = None,
-    pads: list[int] | None = None, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    kernel_shape: list[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    count_include_pad: int = 0,
+    dilations: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Tensor:
     sizes = list(x.shape[2:])
     rank = len(kernel_shape)
@@ -147,9 +174,16 @@ def average_pool(
 
 @operator("LpPool")
 def lp_pool(
-    node: OnnxNode, x: Tensor, *, kernel_shape: list[int], auto_pad: str = "NOTSET",
-    ceil_mode: int = 0, dilations: list[int] | None = None, p: int = 2,
-    pads: list[int] | None = None, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    kernel_shape: list[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: list[int] | None = None,
+    p: int = 2,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Tensor:
     sizes = list(x.shape[2:])
     if len(kernel_shape) not in CONV:

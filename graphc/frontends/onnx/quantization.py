@@ -31,13 +31,19 @@ def along(node: OnnxNode, t: Tensor, x: Tensor, axis: int, block_size: int) -> T
 
 
 def quantized(
-    node: OnnxNode, x: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    dtype: torch.dtype,
     saturate: int = 1,
 ) -> Tensor:
     """round(x / scale) + zero, half to even, saturated to `dtype`."""
     if dtype in FLOAT8:
         scaled = x / scale
-        return convert(node, scaled if zero is None else scaled + zero.to(scaled.dtype), dtype, saturate)
+        return convert(
+            node, scaled if zero is None else scaled + zero.to(scaled.dtype), dtype, saturate
+        )
     low, high = limits(dtype)
     y = torch.round(x / scale)
     y = y.to(torch.float32) if y.dtype in (torch.float16, torch.bfloat16) else y
@@ -47,8 +53,16 @@ def quantized(
 
 @operator("QuantizeLinear")
 def quantize_linear(
-    node: OnnxNode, x: Tensor, scale: Tensor, zero: Tensor | None = None, *, axis: int = 1,
-    block_size: int = 0, output_dtype: int = 0, precision: int = 0, saturate: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+    precision: int = 0,
+    saturate: int = 1,
 ) -> Tensor:
     dtype = torch.uint8
     if zero is not None:
@@ -67,8 +81,14 @@ def quantize_linear(
 
 @operator("DequantizeLinear")
 def dequantize_linear(
-    node: OnnxNode, x: Tensor, scale: Tensor, zero: Tensor | None = None, *, axis: int = 1,
-    block_size: int = 0, output_dtype: int = 0,
+    node: OnnxNode,
+    x: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
 ) -> Tensor:
     result = torch_dtype(output_dtype, node.where) if output_dtype else scale.dtype
     axis = axis if x.ndim else 0
@@ -113,7 +133,10 @@ def centered(x: Tensor, zero: Tensor | None, shape: list[int] | None = None) -> 
 
 @operator("MatMulInteger")
 def matmul_integer(
-    node: OnnxNode, a: Tensor, b: Tensor, a_zero: Tensor | None = None,
+    node: OnnxNode,
+    a: Tensor,
+    b: Tensor,
+    a_zero: Tensor | None = None,
     b_zero: Tensor | None = None,
 ) -> Tensor:
     rows = [-1, 1] if a_zero is not None and a_zero.ndim == 1 else None
@@ -122,10 +145,18 @@ def matmul_integer(
 
 @operator("ConvInteger")
 def conv_integer(
-    node: OnnxNode, x: Tensor, w: Tensor, x_zero: Tensor | None = None,
-    w_zero: Tensor | None = None, *, auto_pad: str = "NOTSET",
-    dilations: list[int] | None = None, group: int = 1, kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None, strides: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor,
+    x_zero: Tensor | None = None,
+    w_zero: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: list[int] | None = None,
+    group: int = 1,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
 ) -> Tensor:
     kernel = kernel_sizes(node, w, kernel_shape)
     shape = window(node, list(x.shape[2:]), kernel, strides, dilations, pads, auto_pad)
@@ -140,8 +171,15 @@ def conv_integer(
 
 @operator("QLinearMatMul")
 def qlinear_matmul(
-    node: OnnxNode, a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor,
-    b_zero: Tensor, y_scale: Tensor, y_zero: Tensor,
+    node: OnnxNode,
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero: Tensor,
+    y_scale: Tensor,
+    y_zero: Tensor,
 ) -> Tensor:
     def rows(t: Tensor) -> Tensor:
         return t.unsqueeze(-1) if t.ndim == 1 and t.numel() > 1 else t
@@ -160,15 +198,36 @@ def requantized(total: Tensor, factor: Tensor, zero: Tensor) -> Tensor:
 
 @operator("QLinearConv")
 def qlinear_conv(
-    node: OnnxNode, x: Tensor, x_scale: Tensor, x_zero: Tensor, w: Tensor, w_scale: Tensor,
-    w_zero: Tensor, y_scale: Tensor, y_zero: Tensor, bias: Tensor | None = None, *,
-    auto_pad: str = "NOTSET", dilations: list[int] | None = None, group: int = 1,
-    kernel_shape: list[int] | None = None, pads: list[int] | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero: Tensor,
+    y_scale: Tensor,
+    y_zero: Tensor,
+    bias: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: list[int] | None = None,
+    group: int = 1,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> Tensor:
     total: Any = conv_integer(
-        node, x, w, x_zero, w_zero, auto_pad=auto_pad, dilations=dilations, group=group,
-        kernel_shape=kernel_shape, pads=pads, strides=strides,
+        node,
+        x,
+        w,
+        x_zero,
+        w_zero,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
     )
     spread = [-1] + [1] * (x.ndim - 2)
     if bias is not None:

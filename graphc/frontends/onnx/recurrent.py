@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from graphc.frontends.onnx.graph import OnnxNode
+from graphc.frontends.onnx.recurrent_shapes import whole_recurrences
 from graphc.frontends.onnx.registry import operator, prepare
 from graphc.frontends.onnx.values import Raw, Static, Tensor
 
@@ -79,8 +81,12 @@ def packed_weights(node: OnnxNode) -> dict[str, Tensor]:
 
 
 def recurrence(
-    kind: str, x: Tensor, packed: dict[str, Tensor], states: list[Tensor],
-    direction: str, relu: bool = False,
+    kind: str,
+    x: Tensor,
+    packed: dict[str, Tensor],
+    states: list[Tensor],
+    direction: str,
+    relu: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """A fused recurrence over `x` [T, B, I] with `states` [D, B, H].
 
@@ -94,22 +100,35 @@ def recurrence(
         keys = ["ih", "hh", "bih", "bhh"] if biased else ["ih", "hh"]
         flat.extend(packed[f"{key}{d}"] for key in keys)
     options = (biased, 1, 0.0, False, count == 2, False)
-    if kind == "LSTM":
-        y, *last = torch._VF.lstm(x, tuple(states), flat, *options)  # type: ignore[attr-defined]
-    elif kind == "GRU":
-        y, *last = torch._VF.gru(x, states[0], flat, *options)  # type: ignore[attr-defined]
-    else:
-        function = torch._VF.rnn_relu if relu else torch._VF.rnn_tanh  # type: ignore[attr-defined]
-        y, *last = function(x, states[0], flat, *options)
+    with whole_recurrences() if torch.compiler.is_exporting() else nullcontext():
+        y, *last = _fused(kind, x, states, flat, options, relu)
     y = torch.flip(y, [0]) if direction == "reverse" else y
     hidden = packed["hh0"].shape[1]
     y = y.reshape(y.shape[0], y.shape[1], count, hidden).permute(0, 2, 1, 3)
     return y, last
 
 
+def _fused(
+    kind: str, x: Tensor, states: list[Tensor], flat: list[Tensor], options: Any, relu: bool
+) -> Any:
+    functions: Any = torch._VF
+    if kind == "LSTM":
+        return functions.lstm(x, tuple(states), flat, *options)
+    if kind == "GRU":
+        return functions.gru(x, states[0], flat, *options)
+    return (functions.rnn_relu if relu else functions.rnn_tanh)(x, states[0], flat, *options)
+
+
 def _run(
-    node: OnnxNode, x: Tensor, w: Tensor | None, r: Tensor | None, b: Tensor | None, lengths: Raw,
-    states: list[Tensor | None], peepholes: Tensor | None, attributes: dict[str, Any],
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor | None,
+    r: Tensor | None,
+    b: Tensor | None,
+    lengths: Raw,
+    states: list[Tensor | None],
+    peepholes: Tensor | None,
+    attributes: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     kind, layout = node.op_type, attributes["layout"]
     direction = attributes["direction"]
@@ -150,60 +169,148 @@ def _needed_lengths(lengths: Any, x: Tensor) -> Any:
 
 @operator("LSTM")
 def lstm(
-    node: OnnxNode, x: Tensor, w: Tensor | None, r: Tensor | None, b: Tensor | None = None,
-    lengths: Raw = None, h: Tensor | None = None, c: Tensor | None = None,
-    peepholes: Tensor | None = None, *, activation_alpha: list[float] | None = None,
-    activation_beta: list[float] | None = None, activations: list[str] | None = None,
-    clip: float = 0.0, direction: str = "forward", hidden_size: int = 0, input_forget: int = 0,
-    layout: int = 0, output_sequence: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor | None,
+    r: Tensor | None,
+    b: Tensor | None = None,
+    lengths: Raw = None,
+    h: Tensor | None = None,
+    c: Tensor | None = None,
+    peepholes: Tensor | None = None,
+    *,
+    activation_alpha: list[float] | None = None,
+    activation_beta: list[float] | None = None,
+    activations: list[str] | None = None,
+    clip: float = 0.0,
+    direction: str = "forward",
+    hidden_size: int = 0,
+    input_forget: int = 0,
+    layout: int = 0,
+    output_sequence: int = 1,
 ) -> tuple[Tensor, ...]:
-    return _run(node, x, w, r, b, lengths, [h, c], peepholes, {
-        "alpha": activation_alpha, "beta": activation_beta, "activations": activations,
-        "clip": clip, "direction": direction, "input_forget": input_forget, "layout": layout,
-    })
+    return _run(
+        node,
+        x,
+        w,
+        r,
+        b,
+        lengths,
+        [h, c],
+        peepholes,
+        {
+            "alpha": activation_alpha,
+            "beta": activation_beta,
+            "activations": activations,
+            "clip": clip,
+            "direction": direction,
+            "input_forget": input_forget,
+            "layout": layout,
+        },
+    )
 
 
 @operator("GRU")
 def gru(
-    node: OnnxNode, x: Tensor, w: Tensor | None, r: Tensor | None, b: Tensor | None = None,
-    lengths: Raw = None, h: Tensor | None = None, *,
-    activation_alpha: list[float] | None = None, activation_beta: list[float] | None = None,
-    activations: list[str] | None = None, clip: float = 0.0, direction: str = "forward",
-    hidden_size: int = 0, layout: int = 0, linear_before_reset: int = 0, output_sequence: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor | None,
+    r: Tensor | None,
+    b: Tensor | None = None,
+    lengths: Raw = None,
+    h: Tensor | None = None,
+    *,
+    activation_alpha: list[float] | None = None,
+    activation_beta: list[float] | None = None,
+    activations: list[str] | None = None,
+    clip: float = 0.0,
+    direction: str = "forward",
+    hidden_size: int = 0,
+    layout: int = 0,
+    linear_before_reset: int = 0,
+    output_sequence: int = 1,
 ) -> tuple[Tensor, ...]:
-    return _run(node, x, w, r, b, lengths, [h], None, {
-        "alpha": activation_alpha, "beta": activation_beta, "activations": activations,
-        "clip": clip, "direction": direction, "layout": layout,
-        "linear_before_reset": linear_before_reset,
-    })
+    return _run(
+        node,
+        x,
+        w,
+        r,
+        b,
+        lengths,
+        [h],
+        None,
+        {
+            "alpha": activation_alpha,
+            "beta": activation_beta,
+            "activations": activations,
+            "clip": clip,
+            "direction": direction,
+            "layout": layout,
+            "linear_before_reset": linear_before_reset,
+        },
+    )
 
 
 @operator("RNN")
 def rnn(
-    node: OnnxNode, x: Tensor, w: Tensor | None, r: Tensor | None, b: Tensor | None = None,
-    lengths: Raw = None, h: Tensor | None = None, *,
-    activation_alpha: list[float] | None = None, activation_beta: list[float] | None = None,
-    activations: list[str] | None = None, clip: float = 0.0, direction: str = "forward",
-    hidden_size: int = 0, layout: int = 0, output_sequence: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor | None,
+    r: Tensor | None,
+    b: Tensor | None = None,
+    lengths: Raw = None,
+    h: Tensor | None = None,
+    *,
+    activation_alpha: list[float] | None = None,
+    activation_beta: list[float] | None = None,
+    activations: list[str] | None = None,
+    clip: float = 0.0,
+    direction: str = "forward",
+    hidden_size: int = 0,
+    layout: int = 0,
+    output_sequence: int = 1,
 ) -> tuple[Tensor, ...]:
-    return _run(node, x, w, r, b, lengths, [h], None, {
-        "alpha": activation_alpha, "beta": activation_beta, "activations": activations,
-        "clip": clip, "direction": direction, "layout": layout,
-    })
+    return _run(
+        node,
+        x,
+        w,
+        r,
+        b,
+        lengths,
+        [h],
+        None,
+        {
+            "alpha": activation_alpha,
+            "beta": activation_beta,
+            "activations": activations,
+            "clip": clip,
+            "direction": direction,
+            "layout": layout,
+        },
+    )
 
 
-def _activation(node: OnnxNode, name: str, alphas: Iterator[float], betas: Iterator[float]) -> Activation:
+def _activation(
+    node: OnnxNode, name: str, alphas: Iterator[float], betas: Iterator[float]
+) -> Activation:
     """The named activation; those with parameters take the next of `alphas` and `betas`."""
     key = name.lower()
     plain: dict[str, Activation] = {
-        "relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-        "softsign": F.softsign, "softplus": F.softplus,
+        "relu": torch.relu,
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+        "softsign": F.softsign,
+        "softplus": F.softplus,
     }
     if key in plain:
         return plain[key]
     defaults = {
-        "affine": (1.0, 0.0), "leakyrelu": (0.01, None), "thresholdedrelu": (1.0, None),
-        "scaledtanh": (1.0, 1.0), "hardsigmoid": (0.2, 0.5), "elu": (1.0, None),
+        "affine": (1.0, 0.0),
+        "leakyrelu": (0.01, None),
+        "thresholdedrelu": (1.0, None),
+        "scaledtanh": (1.0, 1.0),
+        "hardsigmoid": (0.2, 0.5),
+        "elu": (1.0, None),
     }
     if key not in defaults:
         raise node.refuse(f"the activation {name} is not supported")
@@ -221,8 +328,15 @@ def _activation(node: OnnxNode, name: str, alphas: Iterator[float], betas: Itera
 
 
 def _unrolled(
-    node: OnnxNode, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, lengths: Any,
-    states: list[Tensor], peepholes: Tensor | None, attributes: dict[str, Any],
+    node: OnnxNode,
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    lengths: Any,
+    states: list[Tensor],
+    peepholes: Tensor | None,
+    attributes: dict[str, Any],
 ) -> tuple[Tensor, list[Tensor]]:
     """Step by step, for options that the fused recurrences lack; needs a known length."""
     steps = x.shape[0]
@@ -239,8 +353,14 @@ def _unrolled(
     limits = None if lengths is None else node.tensor(lengths).to(torch.int64)
     outputs, lasts = [], []
     for d in range(w.shape[0]):
-        step = _step(node, r[d], None if b is None else b[d], None if peepholes is None else peepholes[d],
-                     functions[d * each : (d + 1) * each], attributes)
+        step = _step(
+            node,
+            r[d],
+            None if b is None else b[d],
+            None if peepholes is None else peepholes[d],
+            functions[d * each : (d + 1) * each],
+            attributes,
+        )
         backward = direction == "reverse" or d == 1
         source = _reversed(x, limits) if backward else x
         projected = torch.matmul(source, w[d].t())
@@ -263,7 +383,9 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _scan(
-    projected: Tensor, step: Callable[..., list[Tensor]], states: list[Tensor],
+    projected: Tensor,
+    step: Callable[..., list[Tensor]],
+    states: list[Tensor],
     lengths: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
     outputs = []
@@ -280,7 +402,11 @@ def _scan(
 
 
 def _step(
-    node: OnnxNode, r: Tensor, b: Tensor | None, p: Tensor | None, functions: list[Activation],
+    node: OnnxNode,
+    r: Tensor,
+    b: Tensor | None,
+    p: Tensor | None,
+    functions: list[Activation],
     attributes: dict[str, Any],
 ) -> Callable[..., list[Tensor]]:
     """One step: (input projection with its bias [B, gates * H], states) -> states."""

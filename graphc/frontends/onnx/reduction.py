@@ -121,7 +121,11 @@ def reduce_attributes(
 
 
 def reduce_inputs(
-    node: OnnxNode, x: Tensor, axes: Ints | None = None, *, keepdims: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    axes: Ints | None = None,
+    *,
+    keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Tensor:
     return _reduce(node, x, axes, keepdims, noop_with_empty_axes)

@@ -80,16 +80,30 @@ def _legacy(mode: str) -> Options:
 
 @operator("Resize", since=11)
 def resize(
-    node: OnnxNode, x: Tensor, roi: Known = None, scales: Known = None, sizes: Ints | None = None, *,
-    antialias: int = 0, axes: list[int] | None = None,
-    coordinate_transformation_mode: str = "half_pixel", cubic_coeff_a: float = -0.75,
-    exclude_outside: int = 0, extrapolation_value: float = 0.0,
-    keep_aspect_ratio_policy: str = "stretch", mode: str = "nearest",
+    node: OnnxNode,
+    x: Tensor,
+    roi: Known = None,
+    scales: Known = None,
+    sizes: Ints | None = None,
+    *,
+    antialias: int = 0,
+    axes: list[int] | None = None,
+    coordinate_transformation_mode: str = "half_pixel",
+    cubic_coeff_a: float = -0.75,
+    exclude_outside: int = 0,
+    extrapolation_value: float = 0.0,
+    keep_aspect_ratio_policy: str = "stretch",
+    mode: str = "nearest",
     nearest_mode: str = "round_prefer_floor",
 ) -> Tensor:
     options = Options(
-        mode, coordinate_transformation_mode, nearest_mode, cubic_coeff_a, bool(exclude_outside),
-        bool(antialias), extrapolation_value,
+        mode,
+        coordinate_transformation_mode,
+        nearest_mode,
+        cubic_coeff_a,
+        bool(exclude_outside),
+        bool(antialias),
+        extrapolation_value,
     )
     factors = None if scales is None else float_items(scales, node.where, "scales")
     if factors is not None and not factors:
@@ -99,14 +113,18 @@ def resize(
         regions = float_items(roi, node.where, "roi")
     if sizes is not None and not sizes:
         sizes = None
-    return _resize(
-        node, x, axes, factors, sizes, regions, options, keep_aspect_ratio_policy
-    )
+    return _resize(node, x, axes, factors, sizes, regions, options, keep_aspect_ratio_policy)
 
 
 def _resize(
-    node: OnnxNode, x: Tensor, axes: list[int] | None, scales: list[Any] | None,
-    sizes: list[Any] | None, roi: list[float] | None, options: Options, policy: str = "stretch",
+    node: OnnxNode,
+    x: Tensor,
+    axes: list[int] | None,
+    scales: list[Any] | None,
+    sizes: list[Any] | None,
+    roi: list[float] | None,
+    options: Options,
+    policy: str = "stretch",
 ) -> Tensor:
     places = list(range(x.ndim)) if axes is None else [a % x.ndim for a in axes]
     if (scales is None) == (sizes is None):
@@ -157,9 +175,7 @@ def _scaled_size(node: OnnxNode, before: Any, scale: Any) -> tuple[Any, float | 
         return int(np.floor(np.float32(before) * np.float32(scale))), scale
     exact = Fraction(scale)
     if exact.denominator > 64 or exact.numerator > 64 * exact.denominator:
-        raise node.refuse(
-            f"Resize of a symbolic length by {scale} is not exact", "fix that length"
-        )
+        raise node.refuse(f"Resize of a symbolic length by {scale} is not exact", "fix that length")
     return before * exact.numerator // exact.denominator, scale
 
 
@@ -188,9 +204,7 @@ def _native(x: Tensor, plan: list[Axis], options: Options) -> Tensor | None:
     sizes = list(x.shape[2:])
     for axis in plan:
         sizes[axis.index - 2] = axis.after
-    whole = all(
-        a.scale is not None and a.scale == int(a.scale) and a.scale > 0 for a in plan
-    )
+    whole = all(a.scale is not None and a.scale == int(a.scale) and a.scale > 0 for a in plan)
     if options.mode == "nearest":
         floors = options.transform == "asymmetric" and options.nearest == "floor"
         centered = options.transform in ("half_pixel", "pytorch_half_pixel")
@@ -295,7 +309,11 @@ def _coordinates(node: OnnxNode, axis: Axis, options: Options) -> Tensor:
     width = axis.after if axis.scale is None else axis.scale * axis.before
     transform = options.transform
     single = _single(width)
-    if single is None and transform in ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize"):
+    if single is None and transform in (
+        "align_corners",
+        "pytorch_half_pixel",
+        "tf_crop_and_resize",
+    ):
         raise node.refuse(f"Resize by {transform} to a length that may be 1", "fix that length")
     if transform == "align_corners":
         return torch.zeros_like(y) if single else y * (axis.before - 1) / (width - 1)
@@ -349,7 +367,9 @@ def _weights(
         stretch = min(float(factor), 1.0)
     # one tap more on the left: a coordinate on a grid point counts as the end of its interval
     first = math.floor(-reach / stretch) + 1
-    offsets = list(range(first, 2 - first)) if options.antialias else list(range(1 - reach, reach + 1))
+    offsets = (
+        list(range(first, 2 - first)) if options.antialias else list(range(1 - reach, reach + 1))
+    )
     weights = [kernel((offset - fraction) * stretch) for offset in offsets]
     if options.antialias:
         total = sum(weights[1:], weights[0])

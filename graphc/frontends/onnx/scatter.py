@@ -23,7 +23,12 @@ def scatter_legacy(
 
 @operator("ScatterElements")
 def scatter_elements(
-    node: OnnxNode, x: Tensor, indices: Raw, updates: Tensor, *, axis: int = 0,
+    node: OnnxNode,
+    x: Tensor,
+    indices: Raw,
+    updates: Tensor,
+    *,
+    axis: int = 0,
     reduction: str = "none",
 ) -> Tensor:
     places = index_tensor(node, indices, x.shape[axis])
@@ -63,8 +68,13 @@ def scatter_nd(
 
 @operator("TensorScatter")
 def tensor_scatter(
-    node: OnnxNode, cache: Tensor, update: Tensor, starts: Tensor | None = None, *,
-    axis: int = -2, mode: str = "linear",
+    node: OnnxNode,
+    cache: Tensor,
+    update: Tensor,
+    starts: Tensor | None = None,
+    *,
+    axis: int = -2,
+    mode: str = "linear",
 ) -> Tensor:
     axis = axis % cache.ndim
     size, steps = cache.shape[axis], update.shape[axis]

@@ -35,8 +35,10 @@ def empty(node: OnnxNode, *, dtype: int = 1) -> Any:
 def insert(node: OnnxNode, items: Raw, value: Raw, position: Int | None = None) -> Any:
     place = len(items)
     if position is not None:
-        place = _position(node, position, len(items) + 1) if position >= 0 else _position(
-            node, position, len(items)
+        place = (
+            _position(node, position, len(items) + 1)
+            if position >= 0
+            else _position(node, position, len(items))
         )
     return ([*items[:place], value, *items[place:]],)
 
@@ -85,7 +87,9 @@ def sequence_map(node: OnnxNode, scope: Scope, *values: Raw, body: OnnxGraph) ->
     columns: list[list[Value]] = [[] for _ in body.outputs]
     for i in range(count):
         arguments = [v[i] if isinstance(v, list) else v for v in values]
-        for column, result in zip(columns, scope.interpreter.run(body, arguments, scope), strict=True):
+        for column, result in zip(
+            columns, scope.interpreter.run(body, arguments, scope), strict=True
+        ):
             column.append(result)
     return tuple(columns)
 

@@ -203,7 +203,10 @@ def clip(node: OnnxNode, x: Static, low: Any = None, high: Any = None, **attribu
 
 
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "Equal": python.eq, "Greater": python.gt, "Less": python.lt, "GreaterOrEqual": python.ge,
+    "Equal": python.eq,
+    "Greater": python.gt,
+    "Less": python.lt,
+    "GreaterOrEqual": python.ge,
     "LessOrEqual": python.le,
 }
 
@@ -231,9 +234,7 @@ def _settled(condition: Any) -> Any:
 
 @static("Not")
 def logical_not(node: OnnxNode, x: Static) -> Any:
-    return _elementwise(
-        lambda a: torch.sym_not(a) if isinstance(a, torch.SymBool) else not a, x
-    )
+    return _elementwise(lambda a: torch.sym_not(a) if isinstance(a, torch.SymBool) else not a, x)
 
 
 @static("And", "Or")
@@ -423,7 +424,9 @@ def reduce(node: OnnxNode, x: Static, given: Any = None, **attributes: Any) -> A
     if attributes.get("noop_with_empty_axes"):
         return NotImplemented
     combine: dict[str, Callable[[Any, Any], Any]] = {
-        "ReduceProd": python.mul, "ReduceSum": python.add, "ReduceMax": torch.sym_max,
+        "ReduceProd": python.mul,
+        "ReduceSum": python.add,
+        "ReduceMax": torch.sym_max,
         "ReduceMin": torch.sym_min,
     }
     items = [_whole(i) for i in x.flat]

@@ -38,7 +38,12 @@ def known_length(node: OnnxNode, n: Any) -> int:
 
 @operator("DFT", since=17)
 def dft_attribute(
-    node: OnnxNode, x: Tensor, length: Known = None, *, axis: int = 1, inverse: int = 0,
+    node: OnnxNode,
+    x: Tensor,
+    length: Known = None,
+    *,
+    axis: int = 1,
+    inverse: int = 0,
     onesided: int = 0,
 ) -> Tensor:
     return _dft(node, x, length, axis, bool(inverse), bool(onesided))
@@ -46,7 +51,12 @@ def dft_attribute(
 
 @operator("DFT", since=20)
 def dft(
-    node: OnnxNode, x: Tensor, length: Known = None, axis: Int | None = None, *, inverse: int = 0,
+    node: OnnxNode,
+    x: Tensor,
+    length: Known = None,
+    axis: Int | None = None,
+    *,
+    inverse: int = 0,
     onesided: int = 0,
 ) -> Tensor:
     return _dft(node, x, length, -2 if axis is None else axis, bool(inverse), bool(onesided))
@@ -104,8 +114,13 @@ def _inverse_onesided(node: OnnxNode, x: Tensor, n: Any, axis: int) -> Tensor:
 
 @operator("STFT", since=17)
 def stft(
-    node: OnnxNode, signal: Tensor, frame_step: Int, window: Tensor | None = None,
-    frame_length: Int | None = None, *, onesided: int = 1,
+    node: OnnxNode,
+    signal: Tensor,
+    frame_step: Int,
+    window: Tensor | None = None,
+    frame_length: Int | None = None,
+    *,
+    onesided: int = 1,
 ) -> Tensor:
     """Windowed transforms of [B, L, 1 or 2] every `frame_step`: [B, frames, bins, 2].
 
@@ -134,9 +149,7 @@ def stft(
 
 
 @operator("HannWindow", "HammingWindow", "BlackmanWindow", since=17)
-def window(
-    node: OnnxNode, size: Int, *, output_datatype: int = 1, periodic: int = 1
-) -> Tensor:
+def window(node: OnnxNode, size: Int, *, output_datatype: int = 1, periodic: int = 1) -> Tensor:
     if not isinstance(size, int):
         raise node.refuse("a window needs a size known at capture")
     terms = {
@@ -153,7 +166,13 @@ def window(
 
 @operator("MelWeightMatrix", since=17)
 def mel_weight_matrix(
-    node: OnnxNode, bins: Int, dft_length: Int, sample_rate: Int, low: Known, high: Known, *,
+    node: OnnxNode,
+    bins: Int,
+    dft_length: Int,
+    sample_rate: Int,
+    low: Known,
+    high: Known,
+    *,
     output_datatype: int = 1,
 ) -> Tensor:
     """Triangular filters on the mel scale, [dft_length // 2 + 1, bins]."""

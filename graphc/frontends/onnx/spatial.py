@@ -38,8 +38,13 @@ class Window:
 
 
 def window(
-    node: OnnxNode, sizes: list[Any], kernel: list[int], strides: list[int] | None,
-    dilations: list[int] | None, pads: list[int] | None, auto_pad: str,
+    node: OnnxNode,
+    sizes: list[Any],
+    kernel: list[int],
+    strides: list[int] | None,
+    dilations: list[int] | None,
+    pads: list[int] | None,
+    auto_pad: str,
 ) -> Window:
     """The window of a convolution or pooling over an input of spatial `sizes`."""
     rank = len(kernel)

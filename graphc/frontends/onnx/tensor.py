@@ -177,8 +177,13 @@ def reverse_sequence(
 
 @operator("Pad")
 def pad_attributes(
-    node: OnnxNode, x: Tensor, *, pads: list[int] | None = None, paddings: list[int] | None = None,
-    mode: str = "constant", value: float = 0.0,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    pads: list[int] | None = None,
+    paddings: list[int] | None = None,
+    mode: str = "constant",
+    value: float = 0.0,
 ) -> Tensor:
     amounts = pads if pads is not None else paddings
     if amounts is None:
@@ -188,7 +193,12 @@ def pad_attributes(
 
 @operator("Pad", since=11)
 def pad(
-    node: OnnxNode, x: Tensor, pads: Ints, value: Raw = None, axes: Ints | None = None, *,
+    node: OnnxNode,
+    x: Tensor,
+    pads: Ints,
+    value: Raw = None,
+    axes: Ints | None = None,
+    *,
     mode: str = "constant",
 ) -> Tensor:
     fill: Any = 0

@@ -40,7 +40,7 @@ def restore(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Unsigned 64-bit quotient of int64 bit patterns (Hacker's Delight, 9-3)."""
-    half = ((a >> 1) & 0x7FFFFFFFFFFFFFFF)
+    half = (a >> 1) & 0x7FFFFFFFFFFFFFFF
     safe = torch.where(b < 1, 1, b)
     quotient = torch.div(half, safe, rounding_mode="trunc") << 1
     rest = a - quotient * safe

@@ -114,9 +114,12 @@ class Static:
 
     def tensor(self) -> torch.Tensor:
         """This value as a tensor operation, part of the capture when one is running."""
-        if self._tensor is None:
-            self._tensor = self._materialize()
-        return self._tensor
+        if self._tensor is not None:
+            return self._tensor
+        made = self._materialize()
+        if type(made) is torch.Tensor:  # one made while tracing belongs to that trace only
+            self._tensor = made
+        return made
 
     def _materialize(self) -> torch.Tensor:
         flat = [_plain(item) for item in self.flat]
@@ -125,7 +128,11 @@ class Static:
         if not flat:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.concrete:
-            return torch.tensor(flat, dtype=_literal_dtype(self.dtype)).to(self.dtype).reshape(self.shape)
+            return (
+                torch.tensor(flat, dtype=_literal_dtype(self.dtype))
+                .to(self.dtype)
+                .reshape(self.shape)
+            )
         parts = [torch.scalar_tensor(item, dtype=self.dtype) for item in flat]
         return torch.stack(parts).reshape(self.shape) if self.shape else parts[0]
 

@@ -23,7 +23,11 @@ def identity(node: OnnxNode, x: Raw) -> Any:
 
 @operator("Dropout")
 def dropout_legacy(
-    node: OnnxNode, x: Tensor, *, ratio: float = 0.5, is_test: int = 1,
+    node: OnnxNode,
+    x: Tensor,
+    *,
+    ratio: float = 0.5,
+    is_test: int = 1,
     consumed_inputs: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not is_test and ratio:
@@ -203,7 +207,11 @@ def split_attribute(
 
 @operator("Split", since=13)
 def split_input(
-    node: OnnxNode, x: Tensor, split: Ints | None = None, *, axis: int = 0,
+    node: OnnxNode,
+    x: Tensor,
+    split: Ints | None = None,
+    *,
+    axis: int = 0,
     num_outputs: int | None = None,
 ) -> tuple[Tensor, ...]:
     count = num_outputs or len(node.outputs)
@@ -227,7 +235,11 @@ def slice_attributes(
 
 @operator("Slice", since=10)
 def slice_(
-    node: OnnxNode, x: Tensor, starts: Ints, ends: Ints, axes: Ints | None = None,
+    node: OnnxNode,
+    x: Tensor,
+    starts: Ints,
+    ends: Ints,
+    axes: Ints | None = None,
     steps: Ints | None = None,
 ) -> Tensor:
     axes = list(range(len(starts))) if axes is None else axes

@@ -39,7 +39,11 @@ _PLACEMENT = ("pin_memory", "device", "layout")
 
 
 class Importer:
-    """Turns a functional ExportedProgram into a Graph; `saved` if it comes from a file.
+    """Turns a functional ExportedProgram into a Graph.
+
+    Args:
+        saved: the program comes from a file, and its ranges and guards with it.
+        names: names of flat inputs that forward's parameters do not name (what *args takes).
 
     Attributes (after `run`):
         leaves: per flat input {"leaf": i} or {"const": scalar}.
@@ -52,9 +56,11 @@ class Importer:
         asked: Mapping[Place, Asked],
         *,
         saved: bool = False,
+        names: Mapping[int, str] | None = None,
     ) -> None:
         self.program = program
         self.saved = saved
+        self.names = dict(names or {})
         self.asked = asked
         self.notes: list[str] = []
         self.symbols: dict[str, Symbol] = {}
@@ -155,7 +161,8 @@ class Importer:
     def _input(self, fx_node: torch.fx.Node, argument: Any) -> None:
         value = fx_node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            leaf = Value("input", self._unique(fx_node.name), self._type(value))
+            name = self.names.get(len(self.leaves), fx_node.name)
+            leaf = Value("input", self._unique(name), self._type(value))
             self._inputs.append(leaf)
             self._values[fx_node] = (leaf,)
             self.leaves.append({"leaf": len(self._inputs) - 1})
@@ -239,11 +246,12 @@ class Importer:
             elif len(free) == 1 and asked.derived != (size.node.expr == free[0]):
                 low, high = _range(ranges.get(free[0]))
                 self._name(free[0], asked.name, low, high, asked)
-        for _, fx_node, position, size in dims:
+        for leaf, fx_node, position, size in dims:
             if isinstance(size, torch.SymInt):
                 for free in sorted(size.node.expr.free_symbols, key=str):
                     if free not in self._renames:
-                        stem = re.sub(r"\W", "_", f"{fx_node.name}_{position}")
+                        given = self.names.get(leaf, fx_node.name)
+                        stem = re.sub(r"\W", "_", f"{given}_{position}")
                         name, number = stem, 1
                         while name in self.symbols:
                             number += 1
@@ -262,12 +270,15 @@ class Importer:
         if asked is not None:
             # torch assumes a length of at least 2 while it traces; whether 0 and 1 hold is for
             # `capture` to find out
-            low = asked.minimum if low <= 2 else max(low, asked.minimum)
+            traced = low <= 2 and not self.saved
+            low = asked.minimum if traced else max(low, asked.minimum)
             high = min(high, asked.maximum)
         if name in self.symbols:  # two lengths that the user called by one name
             low = max(low, self.symbols[name].minimum)
             high = min(high, self.symbols[name].maximum)
-        self.symbols[name] = Symbol(name, max(low, 0), high)
+        env = guards.shape_env(self.program)
+        hint = env.backed_var_to_val.get(expr, 0) if env is not None else 0
+        self.symbols[name] = Symbol(name, max(low, 0), high, hint=int(hint))
         self._renames[expr] = symbol(name)
 
     def _data_symbol(self, expr: sympy.Expr, low: int, high: int) -> None:

@@ -35,7 +35,7 @@ _HINTS = (1009, 1291, 1553, 1867, 2129, 2411, 2729, 3067, 3371, 3673)
 class TypeContext:
     """Infers result types over a set of named symbols. Fake tensors of Values are kept."""
 
-    _cache: dict[tuple[Symbol, ...], TypeContext] = {}
+    _cache: dict[tuple[tuple[Symbol, int], ...], TypeContext] = {}
 
     def __init__(self, symbols: Mapping[str, Symbol]) -> None:
         self.env = ShapeEnv(specialize_zero_one=True, duck_shape=False)
@@ -56,7 +56,7 @@ class TypeContext:
     @classmethod
     def of(cls, symbols: Mapping[str, Symbol]) -> TypeContext:
         """The shared context for these symbols."""
-        key = tuple(symbols.values())
+        key = tuple((s, s.hint) for s in symbols.values())
         if key not in cls._cache:
             if len(cls._cache) > 8:
                 cls._cache.clear()
@@ -64,8 +64,10 @@ class TypeContext:
         return cls._cache[key]
 
     def _backed(self, info: Symbol, position: int) -> Any:
-        hint = _HINTS[position % len(_HINTS)] + 8 * (position // len(_HINTS))
-        hint = max(info.minimum, min(hint, info.maximum))
+        hint = info.hint
+        if not hint:
+            hint = _HINTS[position % len(_HINTS)] + 8 * (position // len(_HINTS))
+            hint = max(info.minimum, min(hint, info.maximum))
         source = ConstantSource(info.name)
         expr = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
         if isinstance(expr, sympy.Integer):  # a hint of 0 or 1 would be specialised
@@ -81,7 +83,7 @@ class TypeContext:
         if dim not in self._ints:
             expr = dim.xreplace(self._to_env)
             try:
-                hint = int(expr.xreplace(dict(self.env.var_to_val)))
+                hint = int(expr.xreplace(dict(self.env.backed_var_to_val)))
             except (TypeError, AttributeError):
                 hint = None
             self._ints[dim] = self.env.create_symintnode(expr, hint=hint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import sympy
@@ -155,12 +155,14 @@ def tensor_type(dtype: str, shape: Sequence[Dim], strides: Sequence[Dim]) -> Ten
 
 @dataclass(frozen=True)
 class Symbol:
-    """A named length with its proven range; `data` marks a size known only from data."""
+    """A named length with its proven range; `data` marks a size known only from data. `hint` is
+    the length at capture: a value for which every guard of the graph holds."""
 
     name: str
     minimum: int
     maximum: int
     data: bool = False
+    hint: int = field(default=0, compare=False)
 
     @property
     def expr(self) -> sympy.Symbol:

@@ -84,9 +84,9 @@ class Arguments:
             return str(dim)
         for number, known in enumerate(self.immediates):
             if known == dim:
-                return f"n{number}"
+                return f"d{number}"
         self.immediates.append(dim)
-        return f"n{len(self.immediates) - 1}"
+        return f"d{len(self.immediates) - 1}"
 
     def prologue(self) -> str:
         """Declarations of all names."""
@@ -100,7 +100,7 @@ class Arguments:
             )
         for number in range(len(self.immediates)):
             lines.append(
-                f"  const int64_t n{number} = a->imm[{self.first_immediate + number}];"
+                f"  const int64_t d{number} = a->imm[{self.first_immediate + number}];"
             )
         return "\n".join(lines) + "\n"
 

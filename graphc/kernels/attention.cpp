@@ -23,14 +23,8 @@ static void columns_times(const float* a, int64_t lda, const float* b, int64_t l
 template <class T>
 static void pack_queries(const T* q, const gc_attention_shape* s, int64_t nq, float scale,
                          float* qt) {
-  if (nq == GC_NR) {
-    pack_rows(q, s->q_t, s->q_d, GC_NR, s->d, qt);
-    for (int64_t i = 0; i < s->d * GC_NR; i++) qt[i] *= scale;
-    return;
-  }
-  for (int64_t i = 0; i < s->d; i++)
-    for (int64_t j = 0; j < GC_NR; j++)
-      qt[i * GC_NR + j] = j < nq ? scale * to_float(q[j * s->q_t + i * s->q_d]) : 0.0f;
+  pack_panel(q, s->q_t, s->q_d, nq, s->d, qt);
+  for (int64_t i = 0; i < s->d * GC_NR; i++) qt[i] *= scale;
 }
 
 template <class T>
@@ -77,7 +71,7 @@ static void attention(const gc_args* args, gc_epilogue epilogue, float scale, in
         } else {
           if (nq < GC_NR) memset(mask + nq * KEYS, 0, (size_t)((GC_NR - nq) * KEYS) * sizeof(float));
           load_mask(s, m, offset, nq, nk, mask, KEYS);
-          pack_rows(mask, KEYS, 1, GC_NR, nk, mask_t);
+          pack_rows(mask, KEYS, 1, GC_NR, nk, mask_t, GC_NR);
           for (int64_t i = 0; i < nk * GC_NR; i++) scores[i] += mask_t[i];
         }
       }
@@ -119,13 +113,7 @@ static void pack_f32(const gc_args* args, int64_t begin, int64_t end) {
     const int64_t z = u / panels, n0 = u % panels * GC_NR, nr = min64(GC_NR, s->n - n0);
     const T* b = (const T*)args->ptr[0] + gc_batch_offset(s->size, s->b_z, z) + n0 * s->b_n;
     float* dst = (float*)args->ptr[1] + u * s->k * GC_NR;
-    if (nr == GC_NR) {
-      pack_rows(b, s->b_n, s->b_k, GC_NR, s->k, dst);
-    } else {
-      for (int64_t i = 0; i < s->k; i++)
-        for (int64_t j = 0; j < GC_NR; j++)
-          dst[i * GC_NR + j] = j < nr ? to_float(b[i * s->b_k + j * s->b_n]) : 0.0f;
-    }
+    pack_panel(b, s->b_n, s->b_k, nr, s->k, dst);
   }
 }
 GC_PACK(f32, float)

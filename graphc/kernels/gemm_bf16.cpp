@@ -72,6 +72,7 @@ struct Brain {
   typedef bf16 element;
   typedef uint32_t packed;  // two neighbours in K
   static constexpr bool direct = false;
+  static constexpr int64_t chunk = 1024;
   static constexpr int64_t expand_bytes = 0;
   static int64_t packed_length(int64_t k) { return pairs(k); }
   static void pack(const bf16* src, int64_t row, int64_t step, int64_t mr, int64_t k,
@@ -134,10 +135,11 @@ struct Brain {
   typedef bf16 element;
   typedef float packed;
   static constexpr bool direct = false;
+  static constexpr int64_t chunk = GEMM_KC;
   static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;
   static int64_t packed_length(int64_t k) { return k; }
   static void pack(const bf16* src, int64_t row, int64_t step, int64_t mr, int64_t k, float* dst) {
-    pack_rows(src, row, step, mr, k, dst);
+    pack_rows(src, row, step, mr, k, dst, mr);
   }
   static const void* panel(const gc_gemm* g, int64_t offset, int64_t p, int64_t kc, int64_t kl,
                            char* expand, int64_t* ldb) {

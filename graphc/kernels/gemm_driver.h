@@ -55,6 +55,7 @@ struct RowSplit {
 //   element           storage type of a
 //   packed            element of a packed row; packed_length(k) of them hold k values
 //   direct            a single row with unit stride serves as packed row
+//   chunk             steps of K between partial sums, even
 //   expand_bytes      scratch for panel()
 //   pack(src, row, step, mr, k, dst)           packs mr rows of a
 //   panel(g, offset, p, kc, kl, expand, &ldb)  rows kc..kc+kl of panel p of b
@@ -96,7 +97,7 @@ static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue
       const int64_t count = min64(group, stop - panel), ld = count * GC_NR;
       for (int64_t p = 0; p < count; p++) {
         for (int64_t kc = 0;;) {
-          const int64_t kl = min64(GEMM_KC, k - kc);
+          const int64_t kl = min64(Format::chunk, k - kc);
           int64_t ldb;
           const void* b = Format::panel(g, b_offset, panel + p, kc, kl, expand, &ldb);
           for (int64_t t = t0; t < t1; t++) {
@@ -125,15 +126,16 @@ static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue
   }
 }
 
-// dst[k][32] = src[n * column + k * step]
-static inline void pack_transposed(const float* src, int64_t column, int64_t step, int64_t k,
-                                   float* dst) {
-  pack_rows(src, column, step, GC_NR, k, dst);
+static inline void pack_any(const float* src, int64_t column, int64_t step, int64_t nr, int64_t k,
+                            float* dst) {
+  pack_panel(src, column, step, nr, k, dst);
 }
 template <class T>
-static inline void pack_transposed(const T* src, int64_t column, int64_t step, int64_t k, T* dst) {
+static inline void pack_any(const T* src, int64_t column, int64_t step, int64_t nr, int64_t k,
+                            T* dst) {
   for (int64_t i = 0; i < k; i++)
-    for (int64_t j = 0; j < GC_NR; j++) dst[i * GC_NR + j] = src[i * step + j * column];
+    for (int64_t j = 0; j < GC_NR; j++)
+      dst[i * GC_NR + j] = j < nr ? src[i * step + j * column] : T(0.0f);
 }
 
 // [panels][K][32] from strided columns; the element type stays.
@@ -147,12 +149,8 @@ static void pack_panels(const gc_args* args, int64_t begin, int64_t end) {
     T* dst = (T*)args->ptr[1] + u * k * GC_NR;
     if (s->b_n == 1 && nr == GC_NR) {
       for (int64_t i = 0; i < k; i++) memcpy(dst + i * GC_NR, b + i * s->b_k, GC_NR * sizeof(T));
-    } else if (nr == GC_NR) {
-      pack_transposed(b, s->b_n, s->b_k, k, dst);
     } else {
-      for (int64_t i = 0; i < k; i++)
-        for (int64_t j = 0; j < GC_NR; j++)
-          dst[i * GC_NR + j] = j < nr ? b[i * s->b_k + j * s->b_n] : T(0.0f);
+      pack_any(b, s->b_n, s->b_k, nr, k, dst);
     }
   }
 }

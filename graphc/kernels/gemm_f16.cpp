@@ -25,18 +25,19 @@ struct Half {
   typedef f16 element;
   typedef float packed;
   static constexpr bool direct = false;
+  static constexpr int64_t chunk = GEMM_KC;
   static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;
   static int64_t packed_length(int64_t k) { return k; }
   static void pack(const f16* src, int64_t row, int64_t step, int64_t mr, int64_t k, float* dst) {
     if (step != 1) {
-      pack_rows(src, row, step, mr, k, dst);
+      pack_rows(src, row, step, mr, k, dst, mr);
       return;
     }
-    float chunk[GC_MR * 64];  // widen first: the transposition then reads floats
+    float widened[GC_MR * 64];  // widen first: the transposition then reads floats
     for (int64_t i = 0; i < k; i += 64) {
       const int64_t length = min64(64, k - i);
-      for (int64_t r = 0; r < mr; r++) widen(src + r * row + i, length, chunk + r * 64);
-      pack_rows(chunk, 64, 1, mr, length, dst + i * mr);
+      for (int64_t r = 0; r < mr; r++) widen(src + r * row + i, length, widened + r * 64);
+      pack_rows(widened, 64, 1, mr, length, dst + i * mr, mr);
     }
   }
   static const void* panel(const gc_gemm* g, int64_t offset, int64_t p, int64_t kc, int64_t kl,

@@ -72,6 +72,7 @@ struct Integer {
   typedef T element;
   typedef uint32_t packed;  // two neighbours in K
   static constexpr bool direct = false;
+  static constexpr int64_t chunk = 1024;
   static constexpr int64_t expand_bytes = 0;
   static int64_t packed_length(int64_t k) { return pairs(k); }
   static void pack(const T* src, int64_t row, int64_t step, int64_t mr, int64_t k, uint32_t* dst) {

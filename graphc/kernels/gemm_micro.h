@@ -76,9 +76,10 @@ static const micro_kernel MICRO[GC_MR + 1] = {nullptr,  micro<1>, micro<2>, micr
                                               micro<4>, micro<5>, micro<6>};
 #endif
 
-// dst[k][mr] = src[r * row + k * step], as floats.
+// dst[k][ld] = src[r * row + k * step] for r < mr, as floats; lanes from mr on stay as they are.
 template <class T>
-static void pack_rows(const T* src, int64_t row, int64_t step, int64_t mr, int64_t k, float* dst) {
+static void pack_rows(const T* src, int64_t row, int64_t step, int64_t mr, int64_t k, float* dst,
+                      int64_t ld) {
   int64_t i = 0;
   if (step == 1 && mr >= 8) {
     for (; i + 8 <= k; i += 8) {
@@ -88,7 +89,7 @@ static void pack_rows(const T* src, int64_t row, int64_t step, int64_t mr, int64
         for (int j = 0; j < 8; j++) t[j] = load8(src + (r + j) * row + i);
         transpose8(t);
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) store(dst + (i + j) * mr + r, t[j]);
+        for (int j = 0; j < 8; j++) store(dst + (i + j) * ld + r, t[j]);
         if (r + 8 >= mr) break;
         r = r + 16 <= mr ? r + 8 : mr - 8;
       }
@@ -109,8 +110,8 @@ static void pack_rows(const T* src, int64_t row, int64_t step, int64_t mr, int64
         transpose4(hi);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-          store(dst + (i + j) * mr + r, lo[j]);
-          store(dst + (i + 4 + j) * mr + r, hi[j]);
+          store(dst + (i + j) * ld + r, lo[j]);
+          store(dst + (i + 4 + j) * ld + r, hi[j]);
         }
         if (r + 4 >= mr) break;
         r = mr - 4;
@@ -118,11 +119,23 @@ static void pack_rows(const T* src, int64_t row, int64_t step, int64_t mr, int64
     }
   }
   if (row == 1) {
-    for (; i < k; i++)
-      for (int64_t r = 0; r < mr; r++) dst[i * mr + r] = to_float(src[r + i * step]);
+    for (; i < k; i++) {
+      int64_t r = 0;
+      for (; r + 8 <= mr; r += 8) store(dst + i * ld + r, load8(src + r + i * step));
+      for (; r < mr; r++) dst[i * ld + r] = to_float(src[r + i * step]);
+    }
   }
   for (; i < k; i++)
-    for (int64_t r = 0; r < mr; r++) dst[i * mr + r] = to_float(src[r * row + i * step]);
+    for (int64_t r = 0; r < mr; r++) dst[i * ld + r] = to_float(src[r * row + i * step]);
+}
+
+// The same into a panel: dst[k][32], lanes from mr on zero.
+template <class T>
+static void pack_panel(const T* src, int64_t row, int64_t step, int64_t mr, int64_t k, float* dst) {
+  if (mr < GC_NR)
+    for (int64_t i = 0; i < k; i++)
+      for (int64_t r = mr; r < GC_NR; r++) dst[i * GC_NR + r] = 0.0f;
+  pack_rows(src, row, step, mr, k, dst, GC_NR);
 }
 
 }  // namespace gc

@@ -198,7 +198,7 @@ class _HardSwish(_ActivationRule):
             numbers = (shift, *found[1:])
             if numbers == (3.0, 0.0, 6.0) and matches(outer, {(1, 1): 1 / 6}):
                 yield _Call(aten.hardswish.default, x)
-            elif numbers == (3.0, 0.0, 6.0):
+            elif numbers == (3.0, 0.0, 6.0) and outer[(1, 1)] != 1:  # 1: a part of something
                 yield Refused(f"the factor is {outer[(1, 1)]:g}, not 1/6")
 
 

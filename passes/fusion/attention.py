@@ -37,7 +37,8 @@ class Attention:
     name: ClassVar[str] = "attention"
 
     def run(self, graph: Graph, log: Log) -> Graph:
-        return apply_rules(graph, [_Attention()], log)
+        graph = apply_rules(graph, [_Attention()], log)
+        return apply_rules(graph, [_Strided()], log)
 
 
 @dataclass(frozen=True)
@@ -244,3 +245,27 @@ def _dead_rows(builder: Builder, scores: Scores, made: Value) -> Value:
         )
         made = builder.call1(aten.where.self, alive, made, nan)
     return made
+
+
+class _Strided(Rule[tuple[Any, ...]]):
+    """Attention reads its operands with their strides: copies that only pack them are left out."""
+
+    name = "strided_operands"
+    roots = frozenset(("aten.scaled_dot_product_attention",))
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[tuple[Any, ...] | Refused]:
+        operands = tuple(_unpacked(a) for a in node.args[:3])
+        if any(a is not b for a, b in zip(operands, node.args, strict=False)):
+            yield operands
+
+    def rewrite(self, builder: Builder, found: tuple[Any, ...], node: Node) -> Sequence[Value]:
+        return builder.call(node.op, *found, *node.args[3:], **dict(node.kwargs))
+
+
+def _unpacked(value: Value) -> Value:
+    while packet_of(value) in ("aten.clone", "aten.contiguous"):
+        source: Value = operand(value)
+        if packet_of(source) == "aten.expand":
+            return value  # a repetition that grouped_query may take
+        value = source
+    return value

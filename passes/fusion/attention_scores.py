@@ -70,7 +70,11 @@ def _walk(
         return
 
     def on(source: Value, factor: float = 1.0, *more: Additive | Selective) -> Any:
-        return _walk(source, scale * factor, (*more, *masks), batch, facts, depth - 1)
+        if more and not same_sizes(value.type.shape[:-2], batch):
+            return iter([Refused("masks apply to the scores in two shapes")])
+        # without masks so far, the shape nearest to the product is the one that counts
+        inner = batch if masks or more else tuple(source.type.shape[:-2])
+        return _walk(source, scale * factor, (*more, *masks), inner, facts, depth - 1)
 
     divided = quotient(value)
     if name in _VIEWS:

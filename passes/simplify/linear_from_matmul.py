@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from graphc.ir.graph import Builder, Graph, Node, Value
+from graphc.ir.types import same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_until_stable
 from graphc.rewrite.facts import operand, packet_of, rank
 from passes.simplify.view_simplification import axis_order, same_shape
@@ -21,12 +22,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LinearFromMatmul:
-    """mm, matmul and addmm with a constant right side; then a constant bias behind a linear."""
+    """mm, matmul and addmm with a constant right side; then a constant bias behind a linear, and
+    views that only flatten its rows move behind it, where they meet the views that undo them."""
 
     name: ClassVar[str] = "linear_from_matmul"
 
     def run(self, graph: Graph, log: Log) -> Graph:
-        return apply_until_stable(graph, [_Product(), _Bias()], log)
+        return apply_until_stable(graph, [_Product(), _Bias(), _Flattened()], log)
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,29 @@ class _Bias(Rule[_Sum]):
             tensor = builder.graph.weights[bias]
             bias = builder.weight(bias.name, tensor.reshape(-1))
         return builder.call(aten.linear.default, *found.linear.args[:2], bias)
+
+
+class _Flattened(Rule[Value]):
+    """linear(view(x, (rows, in))) is view(linear(x), (rows, out))."""
+
+    name = "flattened_rows"
+    roots = frozenset(("aten.linear",))
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[Value | Refused]:
+        flat = node.args[0]
+        if packet_of(flat) not in ("aten.view", "aten._unsafe_view", "aten.reshape"):
+            return
+        x = operand(flat)
+        if rank(flat) == 2 and rank(x) > 2 and x.type.strides is None:
+            if same(x.type.shape[-1], flat.type.shape[-1]) and _undone(node, facts):
+                yield x
+
+    def rewrite(self, builder: Builder, found: Value, node: Node) -> Sequence[Value]:
+        made = builder.call1(node.op, found, *node.args[1:], **dict(node.kwargs))
+        return builder.call(aten.view.default, made, tuple(node.outputs[0].type.shape))
+
+
+def _undone(node: Node, facts: Facts) -> bool:
+    """Whether the result is seen in its unflattened shape everywhere."""
+    readers = facts.readers(node.outputs[0])
+    return bool(readers) and all(packet_of(r.outputs[0]) == "aten.view" for r in readers)

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from google.protobuf.message import DecodeError, EncodeError
+from google.protobuf.message import (  # type: ignore[import-untyped]
+    DecodeError,
+    EncodeError,
+)
 
 import graphc.frontends.onnx.operators  # noqa: F401  (fills the operator table)
 from graphc.errors import UnsupportedError, UsageError
@@ -135,22 +138,26 @@ class OnnxModule(torch.nn.Module):
                         found.add(name)
         return [name for name in self.input_names if name in found]
 
-    def dynamic_shapes(self) -> tuple[dict[int, Any] | None, ...]:
-        """Per input the dimensions torch.export keeps symbolic, for its `dynamic_shapes`.
+    def dynamic_shapes(self, auto: bool = False) -> tuple[tuple[dict[int, Any] | None, ...]]:
+        """Per input the dimensions that stay symbolic, as torch.export takes `dynamic_shapes`.
 
-        Dimensions of one name share one `Dim`; unnamed ones are `Dim.AUTO`, whose relations the
+        Dimensions of one name share one `Dim`, for which the capture fails if the graph does not
+        hold for every size from 0 up. Unnamed ones are `Dim.AUTO`, whose range and relations the
         capture finds.
+
+        Args:
+            auto: `Dim.AUTO` for named dimensions too.
         """
         named: dict[str, Any] = {}
         result: list[dict[int, Any] | None] = []
         for spec in self.input_specs:
             axes: dict[int, Any] = {}
             for axis, dim in enumerate(spec.dims or ()):
-                if isinstance(dim, str):
+                if isinstance(dim, str) and not auto:
                     if dim not in named:
                         named[dim] = torch.export.Dim(_identifier(dim, set(named)))
                     axes[axis] = named[dim]
-                elif dim is None:
+                elif not isinstance(dim, int):
                     axes[axis] = torch.export.Dim.AUTO
             result.append(axes or None)
         return (tuple(result),)  # the one entry is forward's *inputs
@@ -235,8 +242,10 @@ def _input_spec(info: onnx.ValueInfoProto) -> InputSpec:
     inner = info.type
     while inner.WhichOneof("value") in ("sequence_type", "optional_type"):
         outer = inner.WhichOneof("value")
-        inner = inner.sequence_type.elem_type if outer == "sequence_type" else (
-            inner.optional_type.elem_type
+        inner = (
+            inner.sequence_type.elem_type
+            if outer == "sequence_type"
+            else (inner.optional_type.elem_type)
         )
     if inner.WhichOneof("value") != "tensor_type":
         raise UnsupportedError(f"inputs of type {kind} are not supported", where=info.name)

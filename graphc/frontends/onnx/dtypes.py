@@ -41,7 +41,7 @@ def torch_dtype(element_type: int, where: str = "") -> torch.dtype:
     found = TORCH_OF_ONNX.get(element_type)
     if found is None:
         try:
-            name = TensorProto.DataType.Name(element_type)  # type: ignore[arg-type]
+            name = TensorProto.DataType.Name(element_type)
         except ValueError:
             raise UsageError(f"unknown ONNX element type {element_type}", where=where) from None
         raise UnsupportedError(

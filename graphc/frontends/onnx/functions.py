@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import AttributeProto, FunctionProto, TypeProto
 
@@ -51,7 +53,8 @@ def _defaults(node: OnnxNode) -> dict[str, AttributeProto]:
 
 def _function(node: OnnxNode, values: list[Value]) -> FunctionProto | None:
     try:
-        schema = onnx.defs.get_schema(node.op_type, node.opset, node.domain)
+        # Any: the stubs of onnx do not declare the function part of a schema
+        schema: Any = onnx.defs.get_schema(node.op_type, node.opset, node.domain)
     except onnx.defs.SchemaError:
         return None
     version = node.opsets.get("", node.opset)
@@ -59,7 +62,7 @@ def _function(node: OnnxNode, values: list[Value]) -> FunctionProto | None:
         usable = [v for v in schema.function_opset_versions if v <= version]
         if usable:
             body = schema.get_function_with_opset_version(max(usable))
-            return FunctionProto.FromString(body)
+            return _parsed(body)
     if schema.has_context_dependent_function:
         usable = [v for v in schema.context_dependent_function_opset_versions if v <= version]
         if usable:
@@ -67,12 +70,18 @@ def _function(node: OnnxNode, values: list[Value]) -> FunctionProto | None:
             raw = schema.get_context_dependent_function_with_opset_version(
                 max(usable), node.proto.SerializeToString(), types
             )
-            return FunctionProto.FromString(raw) if raw else None
+            return _parsed(raw) if raw else None
     return None
+
+
+def _parsed(raw: bytes) -> FunctionProto:
+    function = FunctionProto()
+    function.ParseFromString(raw)
+    return function
 
 
 def _type_of(value: Value) -> bytes:
     proto = TypeProto()
     if value is not None:
         proto.tensor_type.elem_type = ONNX_OF_TORCH[value.dtype]
-    return proto.SerializeToString()
+    return bytes(proto.SerializeToString())

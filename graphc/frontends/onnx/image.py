@@ -258,4 +258,5 @@ def _overlapping(boxes: Tensor, threshold: Any, centered: bool) -> Tensor:
     area = (right - left) * (bottom - top)
     union = area.unsqueeze(2) + area.unsqueeze(1) - inter
     valid = (inter > 0) & (area > 0).unsqueeze(2) & (area > 0).unsqueeze(1) & (union > 0)
-    return valid & (inter / torch.where(union > 0, union, 1.0) > threshold)
+    share: Tensor = inter / torch.where(union > 0, union, 1.0)
+    return valid & (share > threshold)

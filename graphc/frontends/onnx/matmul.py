@@ -89,4 +89,5 @@ def einsum(node: OnnxNode, *tensors: Tensor, equation: str) -> Tensor:
 
 @operator("Det")
 def determinant(node: OnnxNode, x: Tensor) -> Tensor:
-    return torch.linalg.det(x)
+    result: Tensor = torch.linalg.det(x)
+    return result

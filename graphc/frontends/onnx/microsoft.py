@@ -199,8 +199,8 @@ def fused_conv(
         "Relu": torch.relu,
         "Sigmoid": torch.sigmoid,
         "Tanh": torch.tanh,
-        "LeakyRelu": lambda t: F.leaky_relu(t, *parameters),
-        "Clip": lambda t: torch.clamp(t, *parameters),
+        "LeakyRelu": lambda t: F.leaky_relu(t, parameters[0]),
+        "Clip": lambda t: torch.clamp(t, parameters[0], parameters[1]),
         "HardSigmoid": lambda t: torch.clamp(parameters[0] * t + parameters[1], 0.0, 1.0),
     }
     if activation not in functions:
@@ -238,7 +238,7 @@ def dynamic_quantize_matmul(
 
 
 def _dequantized(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """[D, K, gates * H] in 8 bits, scaled per direction or per column, as float [D, gates * H, K]."""
+    """[D, K, gates * H] in 8 bits, scaled per direction or column, as float [D, gates * H, K]."""
     count = w.shape[0]
     offset = zero.to(torch.float32).reshape(count, 1, -1)
     wide = (w.to(torch.float32) - offset) * scale.reshape(count, 1, -1)

@@ -36,8 +36,9 @@ def batch_normalization(
         raise node.refuse("BatchNormalization with spatial=0 is not supported")
     if x.dtype == scale.dtype == mean.dtype:
         return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
-    parts = [t.to(torch.float32) for t in (mean, variance, scale, bias)]
-    return F.batch_norm(x.to(torch.float32), *parts, False, 0.0, epsilon).to(x.dtype)
+    mean, variance, scale, bias = (t.to(torch.float32) for t in (mean, variance, scale, bias))
+    wide = F.batch_norm(x.to(torch.float32), mean, variance, scale, bias, False, 0.0, epsilon)
+    return wide.to(x.dtype)
 
 
 @operator("InstanceNormalization")

@@ -20,6 +20,7 @@ from graphc.frontends.onnx import (  # noqa: F401
     scatter,
     sequence,
     shape_arithmetic,
+    shape_selection,
     signal,
     tensor,
     view,

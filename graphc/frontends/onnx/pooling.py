@@ -80,7 +80,7 @@ def max_pool(
     if not node.wants(1):
         return result.to(x.dtype)
     values, places = result
-    planes = [s for s in source.shape[2:]]
+    planes = list(source.shape[2:])
     return values.to(x.dtype), _flat_indices(places, planes, offsets, sizes, storage_order)
 
 

@@ -16,7 +16,7 @@ from graphc.frontends.onnx.view import convert
 
 
 def along(node: OnnxNode, t: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
-    """A scale or zero point (one value, one per `axis` index, or one per block) as `x` broadcasts."""
+    """A scale or zero point (one, one per `axis` index or one per block) as `x` broadcasts."""
     if t.ndim == 0 or t.numel() == 1 and t.ndim <= 1:
         return t.reshape(())
     axis = axis % x.ndim

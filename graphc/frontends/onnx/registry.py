@@ -8,8 +8,9 @@ ONNX attributes as keyword parameters with their defaults, and returns a tensor 
         return torch.nn.functional.leaky_relu(x, alpha)
 
 The annotation of an input says how it arrives (see `values`): `Tensor`, `Ints`, `Int`, `Floats`,
-`Bool`, `Known` or `Raw`. A handler of control flow takes a `scope` after the node: where its subgraphs
-find the names of the enclosing graph. An attribute that the handler does not name is refused, never ignored.
+`Bool`, `Known` or `Raw`. A handler of control flow takes a `scope` after the node: where its
+subgraphs find the names of the enclosing graph. An attribute that the handler does not name is
+refused, never ignored.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 Handler = Callable[..., Any]
+H = TypeVar("H", bound=Handler)
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ def _kind(annotation: Any) -> str:
     return "tensor"
 
 
-def operator(*names: str, since: int = 1, domain: str = "") -> Callable[[Handler], Handler]:
+def operator(*names: str, since: int = 1, domain: str = "") -> Callable[[H], H]:
     """Registers a handler for the named operators from opset version `since` on."""
 
-    def register(handler: Handler) -> Handler:
+    def register(handler: H) -> H:
         hints = typing.get_type_hints(handler, include_extras=True)
         parameters = list(inspect.signature(handler).parameters.values())[1:]
         scoped = bool(parameters) and parameters[0].name == "scope"
@@ -85,14 +87,14 @@ def operator(*names: str, since: int = 1, domain: str = "") -> Callable[[Handler
     return register
 
 
-def static(*names: str, domain: str = "") -> Callable[[Handler], Handler]:
+def static(*names: str, domain: str = "") -> Callable[[H], H]:
     """Registers the rule that evaluates an operator on `Static` inputs with symbolic items.
 
     The rule takes (node, *inputs, **attributes) as the handler does, with inputs unconverted, and
     returns a Static, or NotImplemented to let the tensor handler do it.
     """
 
-    def register(rule: Handler) -> Handler:
+    def register(rule: H) -> H:
         for name in names:
             _STATIC[domain, name] = rule
         return rule
@@ -100,7 +102,7 @@ def static(*names: str, domain: str = "") -> Callable[[Handler], Handler]:
     return register
 
 
-def prepare(*names: str, domain: str = "") -> Callable[[Handler], Handler]:
+def prepare(*names: str, domain: str = "") -> Callable[[H], H]:
     """Registers what is precomputed at load from constant inputs: (node, constants) -> tensors.
 
     `constants` has one real tensor or None per input. The returned tensors become buffers that the
@@ -108,7 +110,7 @@ def prepare(*names: str, domain: str = "") -> Callable[[Handler], Handler]:
     `node.consumed`; those arrive as None in the handler.
     """
 
-    def register(rule: Handler) -> Handler:
+    def register(rule: H) -> H:
         for name in names:
             _PREPARE[domain, name] = rule
         return rule

@@ -120,8 +120,8 @@ def _resize(
     node: OnnxNode,
     x: Tensor,
     axes: list[int] | None,
-    scales: list[Any] | None,
-    sizes: list[Any] | None,
+    scales: list[float] | None,
+    sizes: list[int] | None,
     roi: list[float] | None,
     options: Options,
     policy: str = "stretch",
@@ -180,8 +180,8 @@ def _scaled_size(node: OnnxNode, before: Any, scale: Any) -> tuple[Any, float | 
 
 
 def _kept_aspect(
-    node: OnnxNode, before: list[Any], sizes: list[Any], policy: str
-) -> tuple[list[Any], float | None]:
+    node: OnnxNode, before: list[int], sizes: list[int], policy: str
+) -> tuple[list[int], float | None]:
     if policy == "stretch":
         return sizes, None
     if not all(isinstance(s, int) for s in before + sizes):
@@ -315,27 +315,32 @@ def _coordinates(node: OnnxNode, axis: Axis, options: Options) -> Tensor:
         "tf_crop_and_resize",
     ):
         raise node.refuse(f"Resize by {transform} to a length that may be 1", "fix that length")
-    if transform == "align_corners":
-        return torch.zeros_like(y) if single else y * (axis.before - 1) / (width - 1)
-    if transform == "asymmetric":
-        return y / factor
+    last = axis.before - 1
+    centered: Tensor = (y + 0.5) / factor - 0.5
     if transform == "half_pixel" or (transform == "pytorch_half_pixel" and not single):
-        return (y + 0.5) / factor - 0.5
-    if transform == "pytorch_half_pixel":
-        return torch.zeros_like(y)
-    if transform == "half_pixel_symmetric":
-        adjustment = axis.after / width
-        return axis.before / 2 * (1 - adjustment) + (y + 0.5) / factor - 0.5
-    if transform == "tf_half_pixel_for_nn":
-        return (y + 0.5) / factor
-    if transform == "tf_crop_and_resize":
+        return centered
+    result: Tensor
+    if transform == "pytorch_half_pixel" or (transform == "align_corners" and single):
+        result = torch.zeros_like(y)
+    elif transform == "align_corners":
+        result = y * last / (width - 1)
+    elif transform == "asymmetric":
+        result = y / factor
+    elif transform == "half_pixel_symmetric":
+        result = axis.before / 2 * (1 - axis.after / width) + centered
+    elif transform == "tf_half_pixel_for_nn":
+        result = (y + 0.5) / factor
+    elif transform == "tf_crop_and_resize":
         if axis.roi is None:
             raise node.invalid("tf_crop_and_resize without a roi")
         start, end = axis.roi
         if single:
-            return torch.full_like(y, (start + end) * (axis.before - 1) / 2)
-        return start * (axis.before - 1) + y * (end - start) * (axis.before - 1) / (width - 1)
-    raise node.invalid(f"unknown coordinate_transformation_mode {transform!r}")
+            result = torch.full_like(y, (start + end) * last / 2)
+        else:
+            result = start * last + y * (end - start) * last / (width - 1)
+    else:
+        raise node.invalid(f"unknown coordinate_transformation_mode {transform!r}")
+    return result
 
 
 def _weights(

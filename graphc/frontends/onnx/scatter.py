@@ -50,13 +50,14 @@ def scatter_nd(
     depth = indices.shape[-1]
     if not isinstance(depth, int):
         raise node.refuse("the last size of ScatterND's indices must be known")
-    places = [indices[..., i] for i in range(depth)]
+    places: list[Tensor | None] = [indices[..., i] for i in range(depth)]
     if not places:
         raise node.refuse("ScatterND with empty index tuples is not supported")
     if reduction in ("none", "add"):
         return torch.index_put(x, places, updates, accumulate=reduction == "add")
     linear: Any = 0
-    for axis, place in enumerate(places):
+    for axis in range(depth):
+        place = indices[..., axis]
         linear = linear * x.shape[axis] + wrapped(place, x.shape[axis])
     rows, width = product(x.shape[:depth]), product(x.shape[depth:])
     targets = linear.reshape(-1, 1).expand(-1, width)

@@ -16,10 +16,10 @@ import torch
 from graphc.frontends.onnx.dtypes import torch_dtype
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import static
-from graphc.frontends.onnx.values import Ratio, Static, decided, int_items, statically_true
+from graphc.frontends.onnx.values import Ratio, Static, decided, statically_true
 
 
-def _array(items: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+def array_of(items: list[Any], shape: tuple[int, ...]) -> np.ndarray:
     flat = np.empty(len(items), dtype=object)
     for i, item in enumerate(items):
         flat[i] = item
@@ -32,7 +32,7 @@ def _map(function: Callable[..., Any], *arrays: np.ndarray) -> np.ndarray | None
     items = [function(*row) for row in zip(*(v.reshape(-1) for v in views), strict=True)]
     if any(item is NotImplemented for item in items):
         return None
-    return _array(items, views[0].shape)
+    return array_of(items, views[0].shape)
 
 
 def _elementwise(
@@ -42,24 +42,24 @@ def _elementwise(
     return NotImplemented if mapped is None else Static(mapped, dtype or values[0].dtype)
 
 
-def _is_whole(item: Any) -> bool:
+def is_whole(item: Any) -> bool:
     return isinstance(item, torch.SymInt) or (
         isinstance(item, (int, float)) and float(item).is_integer()
     )
 
 
-def _whole(item: Any) -> Any:
+def whole(item: Any) -> Any:
     return int(item) if isinstance(item, (int, float)) else item
 
 
 def _add(a: Any, b: Any) -> Any:
-    if _is_whole(a) and _is_whole(b):
-        return _whole(a) + _whole(b)
+    if is_whole(a) and is_whole(b):
+        return whole(a) + whole(b)
     return NotImplemented
 
 
 def _sub(a: Any, b: Any) -> Any:
-    return _whole(a) - _whole(b) if _is_whole(a) and _is_whole(b) else NotImplemented
+    return whole(a) - whole(b) if is_whole(a) and is_whole(b) else NotImplemented
 
 
 def _mul(a: Any, b: Any) -> Any:
@@ -67,11 +67,11 @@ def _mul(a: Any, b: Any) -> Any:
     if isinstance(b, Ratio):
         a, b = b, a
     if isinstance(a, Ratio):
-        if _is_whole(b):
-            return _ratio(a.numerator * _whole(b), a.denominator)
+        if is_whole(b):
+            return _ratio(a.numerator * whole(b), a.denominator)
         return NotImplemented
-    if _is_whole(a) and _is_whole(b):
-        return _whole(a) * _whole(b)
+    if is_whole(a) and is_whole(b):
+        return whole(a) * whole(b)
     factor, length = (a, b) if isinstance(a, float) else (b, a)
     if isinstance(factor, float) and isinstance(length, torch.SymInt):
         top, bottom = factor.as_integer_ratio()
@@ -98,15 +98,15 @@ def _integer_div(a: Any, b: Any) -> Any:
 
 
 def _float_div(a: Any, b: Any) -> Any:
-    if isinstance(a, Ratio) and _is_whole(b) and isinstance(_whole(b), int) and b > 0:
-        return _ratio(a.numerator, a.denominator * _whole(b))
-    if not (_is_whole(a) and _is_whole(b)):
+    if isinstance(a, Ratio) and is_whole(b) and isinstance(whole(b), int) and b > 0:
+        return _ratio(a.numerator, a.denominator * whole(b))
+    if not (is_whole(a) and is_whole(b)):
         if isinstance(a, torch.SymInt) and isinstance(b, float) and b > 0:
             top, bottom = b.as_integer_ratio()
             if top < 64 and bottom <= 64:
                 return _ratio(a * bottom, top)
         return NotImplemented
-    a, b = _whole(a), _whole(b)
+    a, b = whole(a), whole(b)
     if statically_true(a == b):
         return 1.0
     if isinstance(b, int) and b > 0:
@@ -141,8 +141,8 @@ def _modulo(a: Any, b: Any) -> Any:
 @static("Pow")
 def power(node: OnnxNode, a: Static, b: Static, **attributes: Any) -> Any:
     def function(base: Any, exponent: Any) -> Any:
-        if _is_whole(base) and exponent in (1, 2, 3):
-            base = _whole(base)
+        if is_whole(base) and exponent in (1, 2, 3):
+            base = whole(base)
             return base ** int(exponent)
         return NotImplemented
 
@@ -151,7 +151,7 @@ def power(node: OnnxNode, a: Static, b: Static, **attributes: Any) -> Any:
 
 @static("Neg")
 def negate(node: OnnxNode, x: Static, **attributes: Any) -> Any:
-    return _elementwise(lambda a: -a if _is_whole(a) else NotImplemented, x)
+    return _elementwise(lambda a: -a if is_whole(a) else NotImplemented, x)
 
 
 @static("Abs", "Relu")
@@ -166,7 +166,7 @@ def rounded(node: OnnxNode, x: Static, **attributes: Any) -> Any:
             if node.op_type == "Round":
                 return NotImplemented
             return item.floor() if node.op_type == "Floor" else item.ceil()
-        return item if _is_whole(item) else NotImplemented
+        return item if is_whole(item) else NotImplemented
 
     return _elementwise(function, x)
 
@@ -176,11 +176,11 @@ def extremum(node: OnnxNode, *values: Static, **attributes: Any) -> Any:
     pick = {"Min": torch.sym_min, "Max": torch.sym_max, "Sum": python.add}[node.op_type]
 
     def function(*items: Any) -> Any:
-        if not all(_is_whole(i) for i in items):
+        if not all(is_whole(i) for i in items):
             return NotImplemented
-        result = _whole(items[0])
+        result = whole(items[0])
         for item in items[1:]:
-            result = pick(result, _whole(item))
+            result = pick(result, whole(item))
         return result
 
     return _elementwise(function, *values)
@@ -192,12 +192,12 @@ def clip(node: OnnxNode, x: Static, low: Any = None, high: Any = None, **attribu
         return NotImplemented
 
     def function(item: Any, *bounds: Any) -> Any:
-        if not _is_whole(item) or not all(_is_whole(b) for b in bounds):
+        if not is_whole(item) or not all(is_whole(b) for b in bounds):
             return NotImplemented
         rest = list(bounds)
         if low is not None:
-            item = torch.sym_max(item, _whole(rest.pop(0)))
-        return torch.sym_min(item, _whole(rest.pop(0))) if high is not None else item
+            item = torch.sym_max(item, whole(rest.pop(0)))
+        return torch.sym_min(item, whole(rest.pop(0))) if high is not None else item
 
     return _elementwise(function, *(v for v in (x, low, high) if v is not None))
 
@@ -259,9 +259,9 @@ def where(node: OnnxNode, condition: Static, a: Static, b: Static) -> Any:
     def function(c: Any, left: Any, right: Any) -> Any:
         if not isinstance(c, torch.SymBool):
             return left if c else right
-        if not (_is_whole(left) and _is_whole(right)):
+        if not (is_whole(left) and is_whole(right)):
             return NotImplemented
-        return torch.sym_ite(c, _whole(left), _whole(right))
+        return torch.sym_ite(c, whole(left), whole(right))
 
     mapped = _map(function, condition.items, a.items, b.items)
     return NotImplemented if mapped is None else Static(mapped, a.dtype)
@@ -295,170 +295,3 @@ def converted(x: Static, dtype: torch.dtype) -> Any:
         return float(item) if dtype.is_floating_point else int(item)
 
     return _elementwise(function, x, dtype=dtype)
-
-
-@static("Identity")
-def identity(node: OnnxNode, x: Static) -> Static:
-    return x
-
-
-@static("Shape")
-def shape_of(node: OnnxNode, x: Static, *, start: int = 0, end: int | None = None) -> Static:
-    rank = len(x.shape)
-    first, last, _ = slice(start, end).indices(rank)
-    return Static.of(list(x.shape)[first:last])
-
-
-@static("Size")
-def size_of(node: OnnxNode, x: Static) -> Static:
-    return Static.of(int(x.items.size))
-
-
-@static("Gather")
-def gather(node: OnnxNode, x: Static, indices: Static, *, axis: int = 0) -> Any:
-    if not indices.concrete or not x.shape:
-        return NotImplemented
-    return Static(_as_array(np.take(x.items, indices.items.astype(np.int64), axis)), x.dtype)
-
-
-def _as_array(value: Any) -> np.ndarray:
-    if isinstance(value, np.ndarray):
-        return value
-    return _array([value], ())
-
-
-@static("Slice")
-def slice_(node: OnnxNode, x: Static, *inputs: Any, **attributes: Any) -> Any:
-    if attributes:
-        inputs = tuple(
-            None if attributes.get(k) is None else Static.of(attributes[k])
-            for k in ("starts", "ends", "axes")
-        )
-    if any(v is not None and not v.concrete for v in inputs):
-        return NotImplemented
-    lists = [None if v is None else v.flat for v in inputs] + [None] * 4
-    starts, ends = lists[0], lists[1]
-    if starts is None or ends is None:
-        return NotImplemented
-    axes = lists[2] or list(range(len(starts)))
-    steps = lists[3] or [1] * len(starts)
-    places = [slice(None)] * len(x.shape)
-    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
-        size = x.shape[axis]
-        stop = None if step < 0 and end < -size else end
-        places[axis] = slice(start, stop, step)
-    return Static(x.items[tuple(places)], x.dtype)
-
-
-@static("Concat")
-def concat(node: OnnxNode, *values: Static, axis: int = 1) -> Static:
-    return Static(np.concatenate([v.items for v in values], axis), values[0].dtype)
-
-
-def _axes(node: OnnxNode, given: Any, attributes: dict[str, Any]) -> list[int] | None:
-    if given is not None:
-        return [int(a) for a in given.flat]
-    return attributes.get("axes")
-
-
-@static("Squeeze")
-def squeeze(node: OnnxNode, x: Static, given: Any = None, **attributes: Any) -> Static:
-    axes = _axes(node, given, attributes)
-    items = np.squeeze(x.items, None if axes is None else tuple(axes))
-    return Static(_as_array(items), x.dtype)
-
-
-@static("Unsqueeze")
-def unsqueeze(node: OnnxNode, x: Static, given: Any = None, **attributes: Any) -> Static:
-    axes = _axes(node, given, attributes) or []
-    return Static(np.expand_dims(x.items, tuple(axes)), x.dtype)
-
-
-@static("Reshape")
-def reshape(node: OnnxNode, x: Static, shape: Any = None, **attributes: Any) -> Any:
-    if shape is None or not shape.concrete or attributes.get("allowzero"):
-        return NotImplemented
-    sizes = [x.shape[i] if s == 0 else s for i, s in enumerate(shape.flat)]
-    return Static(x.items.reshape(sizes), x.dtype)
-
-
-@static("Transpose")
-def transpose(node: OnnxNode, x: Static, *, perm: list[int] | None = None) -> Static:
-    return Static(x.items.transpose(perm), x.dtype)
-
-
-@static("Flatten")
-def flatten(node: OnnxNode, x: Static, *, axis: int = 1) -> Static:
-    first = int(np.prod(x.shape[:axis], dtype=np.int64))
-    return Static(x.items.reshape(first, -1), x.dtype)
-
-
-@static("Expand")
-def expand(node: OnnxNode, x: Static, shape: Static) -> Any:
-    if not shape.concrete or int(np.prod(shape.flat)) > 1024:
-        return NotImplemented
-    target = np.broadcast_shapes(x.shape, tuple(int(s) for s in shape.flat))
-    return Static(np.broadcast_to(x.items, target), x.dtype)
-
-
-@static("Split")
-def split(node: OnnxNode, x: Static, sizes: Any = None, **attributes: Any) -> Any:
-    axis = attributes.get("axis", 0)
-    if sizes is None and "split" in attributes:
-        sizes = Static.of(attributes["split"])
-    if sizes is None:
-        count = attributes.get("num_outputs") or len(node.outputs)
-        each = -(-x.shape[axis] // count)
-        cuts = [each * (i + 1) for i in range(count - 1)]
-    elif sizes.concrete:
-        cuts = list(np.cumsum(sizes.flat)[:-1])
-    else:
-        return NotImplemented
-    return tuple(Static(part, x.dtype) for part in np.split(x.items, cuts, axis))
-
-
-@static("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin")
-def reduce(node: OnnxNode, x: Static, given: Any = None, **attributes: Any) -> Any:
-    if not all(_is_whole(i) for i in x.flat) or len(x.shape) != 1:
-        return NotImplemented
-    if attributes.get("noop_with_empty_axes"):
-        return NotImplemented
-    combine: dict[str, Callable[[Any, Any], Any]] = {
-        "ReduceProd": python.mul,
-        "ReduceSum": python.add,
-        "ReduceMax": torch.sym_max,
-        "ReduceMin": torch.sym_min,
-    }
-    items = [_whole(i) for i in x.flat]
-    total = items[0]
-    for item in items[1:]:
-        total = combine[node.op_type](total, item)
-    return Static(_array([total], (1,) if attributes.get("keepdims", 1) else ()), x.dtype)
-
-
-@static("CumSum")
-def cumulative_sum(node: OnnxNode, x: Static, axis: Any, **attributes: Any) -> Any:
-    if any(attributes.values()) or len(x.shape) != 1:
-        return NotImplemented
-    items: list[Any] = []
-    for item in x.flat:
-        items.append(item if not items else items[-1] + item)
-    return Static(_array(items, x.shape), x.dtype)
-
-
-@static("ScatterElements", "ScatterND")
-def scatter(node: OnnxNode, x: Static, indices: Static, updates: Static, **attributes: Any) -> Any:
-    if attributes.get("reduction", "none") != "none" or len(x.shape) != 1 or not indices.concrete:
-        return NotImplemented
-    items = x.items.copy()
-    for place, value in zip(indices.flat, updates.flat, strict=True):
-        items[int(place)] = value
-    return Static(items, x.dtype)
-
-
-@static("Tile")
-def tile(node: OnnxNode, x: Static, repeats: Static) -> Any:
-    if not repeats.concrete:
-        return NotImplemented
-    counts = int_items(repeats, node.where, "repeats")
-    return Static(np.tile(x.items, counts), x.dtype)

@@ -34,7 +34,7 @@ def gather(node: OnnxNode, x: Tensor, indices: Raw, *, axis: int = 0) -> Tensor:
         return torch.select(x, axis, indices.flat[0])
     where = [slice(None)] * axis + [node.tensor(indices)]
     source = unsigned.as_signed(x)
-    return source[tuple(where)].view(x.dtype)  # type: ignore[index]
+    return source[tuple(where)].view(x.dtype)
 
 
 @operator("GatherElements")
@@ -75,7 +75,8 @@ def range_(
             first, last, step = (node.tensor(v).item() for v in (start, limit, delta))
         count = max(-int(-((last - first) / step) // 1), 0)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return (first + torch.arange(count, dtype=wide) * step).to(dtype)
+        values: Tensor = first + torch.arange(count, dtype=wide) * step
+        return values.to(dtype)
     first, last, step = (
         int_items(v, node.where, what)[0]
         for v, what in ((start, "start"), (limit, "limit"), (delta, "delta"))
@@ -212,7 +213,7 @@ def pad(
 
 
 def padded(
-    node: OnnxNode, x: Tensor, pads: list[Any], axes: list[int], mode: str, value: Any
+    node: OnnxNode, x: Tensor, pads: list[int], axes: list[int], mode: str, value: Any
 ) -> Tensor:
     """`x` padded before and after each of `axes`; negative amounts crop."""
     count = len(axes)
@@ -223,7 +224,7 @@ def padded(
     if not amounts:
         return x
     if mode == "constant":
-        flat: list[Any] = []
+        flat: list[int] = []
         for axis in range(x.ndim - 1, min(amounts) - 1, -1):
             flat.extend(amounts.get(axis, (0, 0)))
         if x.dtype in WIDE_UNSIGNED:

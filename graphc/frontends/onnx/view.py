@@ -115,8 +115,8 @@ def reshape(node: OnnxNode, x: Tensor, shape: Ints, *, allowzero: int = 0) -> Te
 
 
 def resolved_shape(
-    node: OnnxNode, sizes: list[Any], shape: list[Any], allowzero: int = 0
-) -> list[Any]:
+    node: OnnxNode, sizes: list[int], shape: list[int], allowzero: int = 0
+) -> list[int]:
     """Reshape's target sizes with zeros replaced; -1 is filled in where torch could not."""
     target = []
     for axis, size in enumerate(shape):
@@ -178,7 +178,7 @@ def expand(node: OnnxNode, x: Tensor, shape: Ints) -> Tensor:
     return x.expand(expanded_sizes(list(x.shape), shape))
 
 
-def expanded_sizes(sizes: list[Any], shape: list[Any]) -> list[Any]:
+def expanded_sizes(sizes: list[int], shape: list[int]) -> list[int]:
     """Sizes of the two-way broadcast of a tensor and a target shape."""
     rank = max(len(sizes), len(shape))
     have = [1] * (rank - len(sizes)) + sizes
@@ -220,7 +220,7 @@ def split_input(
     return torch.split(x, split, axis)
 
 
-def equal_parts(size: Any, count: int) -> list[Any]:
+def equal_parts(size: Any, count: int) -> list[int]:
     """Sizes of `count` chunks, the last one smaller if need be."""
     each = (size + count - 1) // count
     return [each] * (count - 1) + [size - each * (count - 1)]

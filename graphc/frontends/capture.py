@@ -30,6 +30,7 @@ from graphc.frontends.naming import (
     combined,
     positional_names,
     relaxed,
+    spread_names,
 )
 from graphc.frontends.trees import describe_tree
 from graphc.ir.graph import Graph
@@ -111,7 +112,7 @@ def capture(
     plain = frozenset(a.name for a in asked.values() if not a.derived)
     program, notes = _export(module, args, keywords, bound(dynamic_shapes, plain))
     program = _decompose(program, keep)
-    captured = _assemble(program, asked, notes)
+    captured = _assemble(program, asked, notes, names=spread_names(module, args))
     graph, refused = lower_minimum(
         captured.graph, program, module, *_examples(args, keywords),
         {place.name: place for place in asked.values() if not place.derived},
@@ -272,8 +273,9 @@ def _assemble(
     notes: list[str],
     *,
     saved: bool = False,
+    names: Mapping[int, str] | None = None,
 ) -> Captured:
-    importer = Importer(program, asked, saved=saved)
+    importer = Importer(program, asked, saved=saved, names=names)
     try:
         with _tracing():
             graph = importer.run()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,18 @@ def positional_names(module: torch.nn.Module, count: int) -> tuple[str, ...]:
             else:
                 names.extend(f"{parameter.name}_{i}" for i in range(rest))
     return tuple(names[:count])
+
+
+def spread_names(module: torch.nn.Module, args: Sequence[Any]) -> dict[int, str]:
+    """Names of the tensors that forward takes by *args, by flat input, as identifiers."""
+    found: dict[int, str] = {}
+    kinds = {p.name for p in inspect.signature(module.forward).parameters.values()}
+    leaf = 0
+    for name, value in zip(positional_names(module, len(args)), args, strict=False):
+        if name not in kinds and isinstance(value, torch.Tensor):
+            found[leaf] = re.sub(r"\W", "_", name)
+        leaf += len(pytree.tree_leaves(value))
+    return found
 
 
 def asked_dims(

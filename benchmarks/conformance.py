@@ -47,7 +47,12 @@ class Compiled:
         self.folder = Path(tempfile.mkdtemp(prefix="graphc-conformance-"))
         try:
             self.report, self.captured = build_module(
-                module, args, kwargs, dynamic_shapes, output=self.folder / "plan", options=Options(jobs=1)
+                module,
+                args,
+                kwargs,
+                dynamic_shapes,
+                output=self.folder / "plan",
+                options=Options(jobs=1),
             )
             self.session = load(self.folder / "plan", threads=1)
         except BaseException:

@@ -19,8 +19,9 @@ from graphc.frontends.capture import Captured
 from graphc.ir.graph import Graph
 from graphc.ir.types import UNBOUNDED, TensorType
 from graphc.lowering.context import Unit
-from graphc.lowering.lower import KernelStep, Lowered, lower
+from graphc.lowering.lower import lower
 from graphc.lowering.program import Expressions, Planner, build_program, evaluate
+from graphc.lowering.steps import KernelStep, Lowered
 from graphc.plan import ABI_VERSION, FORMAT_VERSION, Output, Plan, Program, State, Symbol, Tensor
 from graphc.plan_io import KERNELS, WEIGHTS, Content, WeightsWriter, write_plan
 from graphc.report import (
@@ -90,9 +91,7 @@ class _Build:
         graph, records = self._timed("passes", lambda: request.transform(captured.graph))
         lowered: Lowered = self._timed("lowering", lambda: lower(graph, request.isa.level))
         symbols = list(graph.symbols)
-        ranges = {
-            s.name: (s.minimum, s.maximum) for s in graph.symbols.values() if not s.data
-        }
+        ranges = {s.name: (s.minimum, s.maximum) for s in graph.symbols.values() if not s.data}
         buckets = request.buckets(ranges)
         sources = source_names(lowered)
 
@@ -251,9 +250,7 @@ class _Build:
                 made.seconds if made else 0.0,
             )  # fmt: skip
         fallbacks = [
-            FallbackRecord(
-                node.split(" = ")[1], node.split(" = ")[0], reason, where, request.phase
-            )
+            FallbackRecord(node.split(" = ")[1], node.split(" = ")[0], reason, where, request.phase)
             for node, reason, where in lowered.fallbacks
         ]
         return BuildReport(
@@ -329,9 +326,7 @@ def _symbols(graph: Graph) -> list[Symbol]:
         where = (-1, -1)
         if not info.data:
             where = _binding(graph, info.expr)
-        made.append(
-            Symbol(info.name, info.minimum, min(info.maximum, UNBOUNDED), *where)
-        )
+        made.append(Symbol(info.name, info.minimum, min(info.maximum, UNBOUNDED), *where))
     return made
 
 

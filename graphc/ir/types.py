@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeAlias
 
 import sympy
 import torch
 
 #: a size: an integer, or a sympy expression over the graph's named symbols
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 _SHORT = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
@@ -91,6 +92,25 @@ def is_row_major(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
         if not same(stride, expected):
             return False
         expected = as_dim(expected * dim)
+    return True
+
+
+def is_dense(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
+    """Whether the strides are those of a permuted row-major tensor."""
+    order = [d for d in range(len(shape)) if shape[d] != 1]
+    constants = [d for d in order if isinstance(strides[d], int)]
+    symbolic = [d for d in order if not isinstance(strides[d], int)]
+    expected: Dim = 1
+    for dim in sorted(constants, key=lambda d: int(strides[d])):
+        if not same(strides[dim], expected):
+            return False
+        expected = as_dim(expected * shape[dim])
+    while symbolic:
+        found = next((d for d in symbolic if same(strides[d], expected)), None)
+        if found is None:
+            return False
+        symbolic.remove(found)
+        expected = as_dim(expected * shape[found])
     return True
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import sympy
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphc.ir.graph import Node
 
 #: a size: an integer, or a sympy expression over the graph's named symbols
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 
 class Refuse(Exception):

@@ -161,7 +161,9 @@ class _Grouper:
         return not any(self._reaches(other, group) for other in self._external(group, node))
 
     def _order(self) -> list[Group]:
-        groups = list(dict.fromkeys(self.group_of[n] for n in self.graph.nodes if n in self.group_of))
+        groups = list(
+            dict.fromkeys(self.group_of[n] for n in self.graph.nodes if n in self.group_of)
+        )
         done: set[Group] = set()
         ordered: list[Group] = []
 
@@ -309,7 +311,11 @@ class _Grouper:
 
     def _merge(self, node: Node, group: Group, other: Group) -> None:
         """Moves `other` into `group`, both meeting at `node` (already in `group`)."""
-        if other is group or other.anchor is not None or self.group_of[other.members[0]] is not other:
+        if (
+            other is group
+            or other.anchor is not None
+            or self.group_of[other.members[0]] is not other
+        ):
             return
         if group.anchor is not None and other.reduced:
             return
@@ -452,9 +458,7 @@ def _alias_axes(node: Node, source: Value, axes: Axes) -> Axes | None:
     if name in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten"):
         old = [(size, axis) for size, axis in zip(shape, axes, strict=True) if size != 1]
         big = [size for size in new if size != 1]
-        if len(old) != len(big) or not all(
-            same(a, b) for (a, _), b in zip(old, big, strict=True)
-        ):
+        if len(old) != len(big) or not all(same(a, b) for (a, _), b in zip(old, big, strict=True)):
             return None
         rest = iter(axis for _, axis in old)
         return tuple(None if size == 1 else next(rest) for size in new)

@@ -197,8 +197,6 @@ class _LoopBuilder:
         return tuple(axes)
 
 
-
-
 def _trivial(kind: str, arg: Scalar, dtype: str) -> Scalar:
     """A reduction over dims of size 1 only: the element itself, its truth, or position 0."""
     if kind in ("argmax", "argmin"):

@@ -14,95 +14,19 @@ Shapes of the generated code:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import sympy
 
-from graphc.errors import InternalError
-from graphc.ir.types import Dim, as_dim, product, same
+from graphc.ir.types import Dim, as_dim, product
 from graphc.lowering.context import View, ceildiv
-from graphc.lowering.loops import (
-    Accumulator,
-    Compute,
-    Constant,
-    Load,
-    Loop,
-    Position,
-    Reduce,
-    Scalar,
-    Size,
-    Store,
-    row_level,
-)
-from graphc.lowering.pointwise import COMPUTE, STORAGE, cast, is_float, literal
+from graphc.lowering.loop_axes import rebuild, reorder, simplify
+from graphc.lowering.loop_reduce import COLUMNS, Accumulation, accumulator, column_accumulator
+from graphc.lowering.loop_writer import Arguments, Generated, Writer, loads_as
+from graphc.lowering.loops import Compute, Load, Loop, Reduce, Scalar, Store, row_level
+from graphc.lowering.pointwise import COMPUTE, STORAGE, cast
 
-COLUMNS = 64  # kept points that a column reduction accumulates at once
 _HEADER = '#include "prelude.h"\n#include "vmath.h"\n\n'
-
-
-@dataclass
-class Generated:
-    """Source of one kernel and what its Step must pass."""
-
-    symbol: str
-    source: str
-    pointers: list[View]
-    immediates: list[Dim]
-    range: Dim
-    grain: int
-    scratch: Dim
-    reads: list[View] = field(default_factory=list)
-    writes: list[View] = field(default_factory=list)
-
-
-class Arguments:
-    """Numbers the pointers and immediates of a kernel and names them in C++."""
-
-    def __init__(self, first_pointer: int = 0, first_immediate: int = 0) -> None:
-        self.first_pointer = first_pointer
-        self.first_immediate = first_immediate
-        self.pointers: list[View] = []
-        self.immediates: list[Dim] = []
-        self._pointers: dict[tuple[int, object, str], int] = {}
-        self.written: set[int] = set()
-
-    def pointer(self, view: View, write: bool = False) -> str:
-        """The C++ name of the typed base pointer of a view."""
-        key = (view.buffer, view.offset, view.dtype)
-        if key not in self._pointers:
-            self._pointers[key] = len(self.pointers)
-            self.pointers.append(view)
-        number = self._pointers[key]
-        if write:
-            self.written.add(number)
-        return f"p{number}"
-
-    def size(self, dim: Dim) -> str:
-        """C++ text of a dim: a literal, or the name of an immediate."""
-        if isinstance(dim, int):
-            return str(dim)
-        for number, known in enumerate(self.immediates):
-            if known == dim:
-                return f"d{number}"
-        self.immediates.append(dim)
-        return f"d{len(self.immediates) - 1}"
-
-    def prologue(self) -> str:
-        """Declarations of all names."""
-        lines: list[str] = []
-        for number, view in enumerate(self.pointers):
-            const = "" if number in self.written else "const "
-            ctype = STORAGE[view.dtype]
-            lines.append(
-                f"  {const}{ctype}* __restrict p{number} = "
-                f"({const}{ctype}*)a->ptr[{self.first_pointer + number}];"
-            )
-        for number in range(len(self.immediates)):
-            lines.append(
-                f"  const int64_t d{number} = a->imm[{self.first_immediate + number}];"
-            )
-        return "\n".join(lines) + "\n"
 
 
 def generate(loop: Loop) -> Generated:
@@ -110,202 +34,14 @@ def generate(loop: Loop) -> Generated:
     return _Kernel(loop).generate()
 
 
-def generate_epilogue(
-    loop: Loop, axes: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    first_pointer: int, first_immediate: int,
-) -> tuple[str, str, Arguments]:  # fmt: skip
-    """(name, source, arguments) of a gc_epilogue function; `axes` are the domain axes that make
-    up Z, M and N, each group contiguous for every access (see `collapses`)."""
-    return _Epilogue(loop, axes, first_pointer, first_immediate).generate()
-
-
-def collapses(loop_sizes: Sequence[Dim], axes: Sequence[int], strides: Sequence[Dim]) -> bool:
-    """Whether an access runs through `axes` with a single stride."""
-    for outer, inner in zip(axes, axes[1:], strict=False):
-        if not same(strides[outer], as_dim(strides[inner] * loop_sizes[inner])):
-            return False
-    return True
-
-
-def simplify(loop: Loop) -> Loop:
-    """Merges neighbouring axes that every access crosses with one stride."""
-    accesses: list[tuple[Dim, ...]] = [load.strides for load in loop.loads()]
-    accesses += [store.strides for store in loop.stores]
-    pinned = {s.axis for s in loop.scalars() if isinstance(s, Position)}
-    groups: list[list[int]] = []
-    for axis in range(len(loop.domain)):
-        if groups:
-            last = groups[-1][-1]
-            mergeable = (
-                (last in loop.reduced) == (axis in loop.reduced)
-                and last not in pinned
-                and axis not in pinned
-                and all(
-                    same(strides[last], as_dim(strides[axis] * loop.domain[axis]))
-                    for strides in accesses
-                )
-                # a store must cover the reduced axes or none of them
-            )
-            if mergeable:
-                groups[-1].append(axis)
-                continue
-        groups.append([axis])
-    if len(groups) == len(loop.domain):
-        return loop
-    new_axis = {axis: number for number, group in enumerate(groups) for axis in group}
-
-    def pick(strides: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        return tuple(strides[group[-1]] for group in groups)
-
-    return _rebuild(
-        loop,
-        [product([loop.domain[axis] for axis in group]) for group in groups],
-        frozenset(new_axis[axis] for axis in loop.reduced),
-        pick,
-        lambda axis: new_axis[axis],
-    )
-
-
-def reorder(loop: Loop, order: Sequence[int]) -> Loop:
-    """The same loop with its axes in another order."""
-    if list(order) == list(range(len(order))):
-        return loop
-    place = {axis: number for number, axis in enumerate(order)}
-    return _rebuild(
-        loop,
-        [loop.domain[axis] for axis in order],
-        frozenset(place[axis] for axis in loop.reduced),
-        lambda strides: tuple(strides[axis] for axis in order),
-        lambda axis: place[axis],
-    )
-
-
-def _rebuild(
-    loop: Loop,
-    domain: list[Dim],
-    reduced: frozenset[int],
-    pick: Callable[[tuple[Dim, ...]], tuple[Dim, ...]],
-    axis_of: Callable[[int], int],
-) -> Loop:
-    made: dict[int, Scalar] = {}
-    for scalar in loop.scalars():
-        if isinstance(scalar, Load):
-            made[id(scalar)] = Load(scalar.dtype, scalar.view, pick(scalar.strides))
-        elif isinstance(scalar, Position) and scalar.axis is not None:
-            made[id(scalar)] = Position(
-                scalar.dtype, axis_of(scalar.axis), scalar.start, scalar.step
-            )
-        elif isinstance(scalar, Compute):
-            args = tuple(made[id(o)] for o in scalar.args)
-            made[id(scalar)] = Compute(
-                scalar.dtype, scalar.template, args, scalar.takes, scalar.heavy
-            )
-        elif isinstance(scalar, Reduce):
-            made[id(scalar)] = Reduce(
-                scalar.dtype, scalar.kind, made[id(scalar.arg)], scalar.divisor
-            )
-        else:
-            made[id(scalar)] = scalar
-    stores = [Store(made[id(s.scalar)], s.view, pick(s.strides)) for s in loop.stores]
-    return Loop(domain, reduced, stores, loop.names)
-
-
-class _Writer:
-    """Emits scalars as C++ statements, each at most once per block."""
-
-    def __init__(self, loop: Loop, arguments: Arguments) -> None:
-        self.loop = loop
-        self.arguments = arguments
-        self.number = {id(s): k for k, s in enumerate(loop.scalars())}
-        self.lines: list[str] = []
-        self.known: dict[int, str] = {}
-        self.indent = "  "
-
-    def line(self, text: str) -> None:
-        self.lines.append(self.indent + text)
-
-    def load(self, load: Load) -> str:
-        raise NotImplementedError
-
-    def position(self, axis: int) -> str:
-        raise NotImplementedError
-
-    def accumulator(self) -> str:
-        raise InternalError("an accumulator outside of an epilogue")
-
-    def emit(self, scalar: Scalar) -> str:
-        """C++ text of a scalar in the current block, of its dtype's compute type."""
-        stack = [scalar]
-        while stack:
-            current = stack[-1]
-            if id(current) in self.known:
-                stack.pop()
-                continue
-            missing = [o for o in current.operands() if id(o) not in self.known]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            self.known[id(current)] = self._one(current)
-            stack.pop()
-        return self.known[id(scalar)]
-
-    def _one(self, scalar: Scalar) -> str:
-        ctype = COMPUTE[scalar.dtype]
-        if isinstance(scalar, Constant):
-            return scalar.text
-        if isinstance(scalar, Size):
-            return f"({ctype}){self.arguments.size(scalar.dim)}"
-        if isinstance(scalar, Load):
-            text = self.load(scalar)
-        elif isinstance(scalar, Position):
-            text = self._position(scalar)
-        elif isinstance(scalar, Accumulator):
-            text = self.accumulator()
-        elif isinstance(scalar, Compute):
-            parts = [
-                cast(self.known[id(arg)], arg.dtype, takes)
-                for arg, takes in zip(scalar.args, scalar.takes, strict=True)
-            ]
-            text = scalar.template
-            for position, part in enumerate(parts):
-                text = text.replace(f"{{{position}}}", part)
-        else:
-            raise InternalError(f"{type(scalar).__name__} emitted out of place")
-        name = f"v{self.number[id(scalar)]}"
-        self.line(f"const {ctype} {name} = ({ctype})({text});")
-        return name
-
-    def _position(self, scalar: Position) -> str:
-        wide = "double" if is_float(scalar.dtype) else "int64_t"
-
-        def text(value: Dim | float) -> str:
-            if isinstance(value, float):
-                return literal(value, "float64")
-            return f"({wide}){self.arguments.size(as_dim(value))}"
-
-        if scalar.axis is None:
-            return text(scalar.start)
-        return f"{text(scalar.start)} + {text(scalar.step)} * ({wide}){self.position(scalar.axis)}"
-
-    def stored(self, store: Store) -> str:
-        """The value to be stored, converted to the storage type."""
-        text = self.emit(store.scalar)
-        text = cast(text, store.scalar.dtype, store.view.dtype)
-        return f"({STORAGE[store.view.dtype]})({text})"
-
-
-def _loads_as(load: Load, text: str) -> str:
-    return f"({text} != 0)" if load.dtype == "bool" else text
-
-
-class _Kernel(_Writer):
+class _Kernel(Writer):
     """Flat, row, reducing-row and reducing-column kernels."""
 
     def __init__(self, loop: Loop) -> None:
         loop = reorder(loop, self._order(loop))
         loop = simplify(loop)
         if not loop.domain:
-            loop = _rebuild(loop, [1], frozenset(), lambda s: (0,), lambda a: 0)
+            loop = rebuild(loop, [1], frozenset(), lambda s: (0,), lambda a: 0)
         super().__init__(loop, Arguments())
         self.scalars = loop.scalars()
         self.rows = row_level(loop, self.scalars)
@@ -380,7 +116,7 @@ class _Kernel(_Writer):
         return f"{base}[{self._offset(strides, axes)}]"
 
     def load(self, load: Load) -> str:
-        return _loads_as(load, self._element(load.view, load.strides))
+        return loads_as(load, self._element(load.view, load.strides))
 
     def position(self, axis: int) -> str:
         return self.loop_vars[axis]
@@ -438,7 +174,9 @@ class _Kernel(_Writer):
         self.loop_vars[inner] = "i"
         self._hoist(self.loop.loads(), self.loop.stores)
         self.line("#pragma GCC ivdep")
-        self.line(f"for (int64_t i = 0; i < {self.arguments.size(self.loop.domain[inner])}; ++i) {{")
+        self.line(
+            f"for (int64_t i = 0; i < {self.arguments.size(self.loop.domain[inner])}; ++i) {{"
+        )
         self._stores_block(self.loop.stores)
         self.line("}")
         self.indent = "  "
@@ -521,9 +259,7 @@ class _Kernel(_Writer):
                 s
                 for s in self.loop.stores
                 if levels[id(s.scalar)] == level
-                and (
-                    not self.rows[id(s.scalar)] or any(s.strides[a] != 0 for a in self.inner_axes)
-                )
+                and (not self.rows[id(s.scalar)] or any(s.strides[a] != 0 for a in self.inner_axes))
             ]
             saves = [s for s in keep if levels[id(s)] == level]
             if reduces or stores or saves:
@@ -576,7 +312,9 @@ class _Kernel(_Writer):
         level: int,
         levels: dict[int, int],
     ) -> None:
-        accumulators = [_accumulator(s, self.number[id(s)]) for s in reduces if isinstance(s, Reduce)]
+        accumulators = [
+            accumulator(s, self.number[id(s)]) for s in reduces if isinstance(s, Reduce)
+        ]
         for item in accumulators:
             for text in item.declare:
                 self.line(text)
@@ -592,7 +330,9 @@ class _Kernel(_Writer):
         self.loop_vars.pop(self.vector_axis, None)
         saved_bases = self.bases
         self.bases = {}
-        used = self._used_loads([*(s.operands()[0] for s in reduces), *(s.scalar for s in stores), *saves], row_known)  # noqa: E501
+        used = self._used_loads(
+            [*(s.operands()[0] for s in reduces), *(s.scalar for s in stores), *saves], row_known
+        )  # noqa: E501
         self._hoist(used, stores)
         linear = "i"
         if middle:
@@ -655,7 +395,7 @@ class _Kernel(_Writer):
             self._finish_reduce(scalar, item)
             row_known[id(scalar)] = f"v{self.number[id(scalar)]}"
 
-    def _finish_reduce(self, scalar: Reduce, item: _Accumulator) -> None:
+    def _finish_reduce(self, scalar: Reduce, item: Accumulation) -> None:
         ctype = COMPUTE[scalar.dtype]
         text = item.result
         if scalar.kind == "mean":
@@ -693,7 +433,7 @@ class _Kernel(_Writer):
             self.line("const int64_t rest = item / blocks;")
             self._unravel("rest", outer)
         reduces = [s for s in self.scalars if isinstance(s, Reduce)]
-        accumulators = [_column_accumulator(s, self.number[id(s)]) for s in reduces]
+        accumulators = [column_accumulator(s, self.number[id(s)]) for s in reduces]
         for item in accumulators:
             for text in item.declare:
                 self.line(text)
@@ -737,203 +477,3 @@ class _Kernel(_Writer):
         blocks = ceildiv(self.loop.domain[last], COLUMNS)
         range_ = as_dim(product([self.loop.domain[a] for a in outer]) * blocks)
         return "\n".join(self.lines) + "\n", range_, 1, 0
-
-
-class _Epilogue(_Writer):
-    def __init__(
-        self, loop: Loop, axes: tuple[Sequence[int], Sequence[int], Sequence[int]],
-        first_pointer: int, first_immediate: int,
-    ) -> None:  # fmt: skip
-        super().__init__(loop, Arguments(first_pointer, first_immediate))
-        self.axes = axes
-        self.bases: dict[tuple[str, tuple[Dim, ...]], str] = {}
-
-    def _stride(self, strides: tuple[Dim, ...], group: int) -> str:
-        axes = self.axes[group]
-        return self.arguments.size(strides[axes[-1]]) if axes else "0"
-
-    def _term(self, strides: tuple[Dim, ...], group: int, index: str) -> str:
-        """index-th element of a part of [Z, M, N]; a part that no single stride crosses is split
-        into its axes."""
-        axes = self.axes[group]
-        if not axes or all(strides[a] == 0 for a in axes):
-            return ""
-        if collapses(self.loop.domain, axes, strides):
-            return f"{index} * {self._stride(strides, group)}"
-        terms: list[str] = []
-        rest = index
-        for position, axis in enumerate(reversed(axes)):
-            size = self.arguments.size(self.loop.domain[axis])
-            last = position == len(axes) - 1
-            if strides[axis] != 0:
-                part = rest if last else f"{rest} % {size}"
-                terms.append(f"({part}) * {self.arguments.size(strides[axis])}")
-            rest = f"({rest} / {size})"
-        return " + ".join(terms)
-
-    def _base(self, view: View, strides: tuple[Dim, ...], write: bool) -> str:
-        pointer = self.arguments.pointer(view, write)
-        key = (pointer, strides)
-        if key not in self.bases:
-            name = f"q{len(self.bases)}"
-            const = "" if write else "const "
-            terms = [self._term(strides, 0, "z"), self._term(strides, 1, "(m0 + m)")]
-            step = self._stride(strides, 2)
-            terms.append("" if step == "0" else f"n0 * {step}")
-            offset = " + ".join(t for t in terms if t) or "0"
-            self.line(f"{const}{STORAGE[view.dtype]}* {name} = {pointer} + {offset};")
-            self.bases[key] = name
-        return self.bases[key]
-
-    def _element(self, view: View, strides: tuple[Dim, ...], write: bool = False) -> str:
-        step = self._stride(strides, 2)
-        index = "0" if step == "0" else ("j" if step == "1" else f"j * {step}")
-        return f"{self._base(view, strides, write)}[{index}]"
-
-    def load(self, load: Load) -> str:
-        return _loads_as(load, self._element(load.view, load.strides))
-
-    def accumulator(self) -> str:
-        return "t[j]"
-
-    def generate(self) -> tuple[str, str, Arguments]:
-        self.indent = "    "
-        for load in self.loop.loads():
-            self._base(load.view, load.strides, False)
-        for store in self.loop.stores:
-            self._base(store.view, store.strides, True)
-        bases = self.lines
-        self.lines = []
-        self.indent = "        "
-        for store in self.loop.stores:
-            value = self.stored(store)
-            self.line(f"{self._element(store.view, store.strides, True)} = {value};")
-        body = "\n".join(self.lines)
-        text = (
-            "static void GC_NAME(const gc_args* a, const float* acc, int64_t ld, int64_t z, "
-            "int64_t m0, int64_t mr, int64_t n0, int64_t nr) {\n"
-            f"{self.arguments.prologue()}"
-            "  for (int64_t m = 0; m < mr; ++m) {\n"
-            "    const float* __restrict t = acc + m * ld;\n" + "\n".join(bases) + "\n"
-            "    auto row = [&](auto width) __attribute__((always_inline)) {\n"
-            "#pragma GCC ivdep\n"
-            "      for (int64_t j = 0; j < (int64_t)width; ++j) {\n" + body + "\n"
-            "      }\n    };\n"
-            "    if (nr == 32) row(std::integral_constant<int64_t, 32>{});\n"
-            "    else row(nr);\n  }\n}\n"
-        )
-        name = "epi_" + hashlib.sha256(text.encode()).hexdigest()[:16]
-        source = '#include <type_traits>\n#include "vmath.h"\n' + text.replace("GC_NAME", name)
-        return name, source, self.arguments
-
-
-@dataclass
-class _Accumulator:
-    """The C++ pieces of one reduction."""
-
-    declare: list[str]
-    step: Callable[[str, str], list[str]]
-    result: str
-    dtype: str  # what the operand is converted to
-    clause: str = ""
-    partial: list[str] = field(default_factory=list)
-    join: list[str] = field(default_factory=list)
-    sequential: bool = False
-
-
-def _bounds(dtype: str) -> tuple[str, str]:
-    """Smallest and largest value of a compute type, as C++."""
-    if is_float(dtype):
-        return "-INFINITY", "INFINITY"
-    if dtype == "bool":
-        return "0", "1"
-    ctype = COMPUTE[dtype]
-    return f"std::numeric_limits<{ctype}>::min()", f"std::numeric_limits<{ctype}>::max()"
-
-
-def _accumulator(scalar: Reduce, number: int) -> _Accumulator:
-    """Row reductions: SIMD partials of at most 1024 elements, joined in double."""
-    a, source = f"a{number}", scalar.arg.dtype
-    kind = scalar.kind
-    if kind in ("sum", "mean", "prod"):
-        if is_float(source) or is_float(scalar.dtype):
-            part = "double" if "float64" in (source, scalar.dtype) else "float"
-            unit, op = ("0", "+") if kind != "prod" else ("1", "*")
-            return _Accumulator(
-                [f"double {a} = {unit};"], lambda v, i: [f"{a}t {op}= {v};"], a,
-                "float64" if part == "double" else "float32", f"reduction({op}:{a}t)",
-                [f"{part} {a}t = {unit};"], [f"{a} {op}= {a}t;"],
-            )  # fmt: skip
-        unit, op = ("0", "+") if kind != "prod" else ("1", "*")
-        return _Accumulator(
-            [f"int64_t {a} = {unit};"], lambda v, i: [f"{a} {op}= (int64_t)({v});"], a, source,
-            f"reduction({op}:{a})",
-        )  # fmt: skip
-    if kind in ("any", "all"):
-        unit, op = ("0", "|") if kind == "any" else ("1", "&")
-        return _Accumulator(
-            [f"int {a} = {unit};"], lambda v, i: [f"{a} {op}= (int)({v});"], a, "bool",
-            f"reduction({op}:{a})",
-        )  # fmt: skip
-    low, high = _bounds(source)
-    start = low if kind in ("max", "argmax") else high
-    sign = ">" if kind in ("max", "argmax") else "<"
-    ctype = COMPUTE[source]
-    if kind in ("max", "min"):
-        if source == "bool":
-            return _Accumulator(
-                [f"int {a} = {start};"],
-                lambda v, i: [f"{a} {'|' if kind == 'max' else '&'}= (int){v};"], a, source,
-                f"reduction({'|' if kind == 'max' else '&'}:{a})",
-            )  # fmt: skip
-        declare = [f"{ctype} {a} = {start};"]
-        if not is_float(source):
-            return _Accumulator(
-                declare, lambda v, i: [f"{a} = {v} {sign} {a} ? {v} : {a};"], a, source,
-                f"reduction({kind}:{a})",
-            )  # fmt: skip
-        return _Accumulator(
-            [*declare, f"int {a}n = 0;"],
-            lambda v, i: [f"{a} = {v} {sign} {a} ? {v} : {a};", f"{a}n |= ({v} != {v});"],
-            f"{a}n ? ({ctype})NAN : {a}", source, f"reduction({kind}:{a}) reduction(|:{a}n)",
-        )  # fmt: skip
-    if kind in ("argmax", "argmin"):
-        nan = f" || ({a} == {a} && {{v}} != {{v}})" if is_float(source) else ""
-        return _Accumulator(
-            [f"{ctype} {a} = {start}; int64_t {a}i = -1;"],
-            lambda v, i: [
-                f"{{ const {ctype} w = {v}; if ({a}i < 0 || w {sign} {a}"
-                + nan.replace("{v}", "w")
-                + f") {{ {a} = w; {a}i = {i}; }} }}"
-            ],
-            f"{a}i", source, sequential=True,
-        )  # fmt: skip
-    raise InternalError(f"unknown reduction {kind}")
-
-
-def _column_accumulator(scalar: Reduce, number: int) -> _Accumulator:
-    """The same over a block of neighbouring kept points."""
-    a, source, kind = f"a{number}", scalar.arg.dtype, scalar.kind
-    floating = is_float(source) or is_float(scalar.dtype)
-    low, high = _bounds(source)
-    if kind in ("sum", "mean", "prod"):
-        ctype = "double" if floating else "int64_t"
-        unit, op = ("0", "+") if kind != "prod" else ("1", "*")
-        takes = ("float64" if "float64" in (source, scalar.dtype) else "float32") if floating else source  # noqa: E501
-        step = f"{a}[j] {op}= ({ctype})({{v}});"
-    elif kind in ("any", "all"):
-        ctype, takes = "uint8_t", "bool"
-        unit, op = ("0", "|") if kind == "any" else ("1", "&")
-        step = f"{a}[j] {op}= (uint8_t)({{v}});"
-    else:
-        ctype, takes = COMPUTE[source], source
-        unit = low if kind == "max" else high
-        step = f"{a}[j] = gc::v{kind}(({ctype})({{v}}), {a}[j]);"
-        if is_float(source):
-            step = f"{a}[j] = {a}[j] != {a}[j] ? {a}[j] : gc::v{kind}(({ctype})({{v}}), {a}[j]);"
-    return _Accumulator(
-        [f"{ctype} {a}[{COLUMNS}]; for (int j = 0; j < {COLUMNS}; ++j) {a}[j] = {unit};"],
-        lambda v, i: [step.replace("{v}", v)],
-        f"{a}[j]",
-        takes,
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,86 +22,22 @@ from graphc.ir.types import (
     TensorType,
     as_dim,
     dtype_name,
+    is_dense,
     is_row_major,
     itemsize,
     product,
     row_major,
-    same,
 )
 from graphc.lowering import views
 from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
 from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
+from graphc.lowering.loop_axes import collapses, rebuild
 from graphc.lowering.loop_build import build_loop
-from graphc.lowering.loop_codegen import collapses, generate, generate_epilogue
+from graphc.lowering.loop_codegen import generate
+from graphc.lowering.loop_epilogue import generate_epilogue
 from graphc.lowering.loops import Constant, Load, Loop, Store
-
-
-@dataclass
-class BufferInfo:
-    """kind as in graphc.plan.Buffer; index is the position in that kind's table."""
-
-    kind: str
-    index: int
-    nbytes: Dim
-    name: str
-
-
-@dataclass
-class KernelStep:
-    """A native kernel call, symbolic."""
-
-    symbol: str
-    unit: Unit
-    units: tuple[Unit, ...]
-    pointers: list[View]
-    immediates: list[Dim]
-    range: Dim
-    grain: int
-    scratch: Dim
-    reads: list[int]
-    writes: list[int]
-    label: str
-    nodes: list[str]
-    flops: Dim | None = None
-
-
-@dataclass
-class FallbackStep:
-    """A torch call, symbolic: leaves of the argument trees are Views, Dims or literals."""
-
-    node: Node
-    arguments: Any
-    keywords: Any
-    outputs: list[View | None]
-    reason: str
-    reads: list[int]
-    binds: list[tuple[str, int, int]]
-
-
-@dataclass
-class ConstantInfo:
-    """A weight of the plan."""
-
-    name: str
-    tensor: torch.Tensor
-    layout: str
-    origin: str
-
-
-@dataclass
-class Lowered:
-    """Steps over buffers, and where the results are."""
-
-    graph: Graph
-    buffers: list[BufferInfo]
-    steps: list[KernelStep | FallbackStep]
-    constants: list[ConstantInfo]
-    results: list[tuple[str, Any]]  # ("buffer", id) | ("input", i) | ("constant", v) | ("dim", d)
-    result_types: list[TensorType | None]
-    fallbacks: list[tuple[str, str, str]] = field(default_factory=list)  # node, reason, location
-    fused: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
-    copies: int = 0
+from graphc.lowering.steps import BufferInfo, ConstantInfo, FallbackStep, KernelStep, Lowered
 
 
 def lower(graph: Graph, isa: str) -> Lowered:
@@ -278,7 +213,9 @@ class Lowering:
             for value in self.graph.kept():
                 self._leaving.add(root(value, kinds))
         return {
-            v for v in own if v in self._leaving or any(r not in members for r in self._readers.get(v, ()))
+            v
+            for v in own
+            if v in self._leaving or any(r not in members for r in self._readers.get(v, ()))
         }
 
     def _emit_loop(self, loop: Loop, names: Sequence[str], label: str) -> None:
@@ -344,7 +281,8 @@ class Lowering:
                 source = self.view(part)
                 size = part.type.shape[dim]
                 window = target.with_(
-                    shape=source.shape, offset=as_dim(target.offset + position * target.strides[dim])
+                    shape=source.shape,
+                    offset=as_dim(target.offset + position * target.strides[dim]),
                 )
                 self._copy(source, window)
                 position = as_dim(position + size)
@@ -400,9 +338,7 @@ class Lowering:
                     if self.graph.symbols[str(size)].data:
                         binds.append((str(size), position, dim))
                         bound.add(str(size))
-        self.steps.append(
-            FallbackStep(node, arguments, keywords, outputs, reason, reads, binds)
-        )
+        self.steps.append(FallbackStep(node, arguments, keywords, outputs, reason, reads, binds))
         self._bound.update(name for name, _, _ in binds)
         self.fallbacks.append((f"{node.name} = {node.target}", reason, node.location))
 
@@ -486,9 +422,7 @@ class Lowering:
         producer = value.producer
         if producer is not None and self.grouping.kinds[producer][0] == "view":
             base = self.weight(producer.args[0])
-            if base is not None and not any(
-                isinstance(d, sympy.Expr) for d in value.type.shape
-            ):
+            if base is not None and not any(isinstance(d, sympy.Expr) for d in value.type.shape):
                 args = [base, *producer.args[1:]]
                 with torch.no_grad():
                     made: torch.Tensor = producer.op(
@@ -500,11 +434,12 @@ class Lowering:
     def constant(self, name: str, data: torch.Tensor, layout: str = "", origin: str = "") -> View:
         """Stores a constant once per distinct content."""
         data = data.detach().contiguous()
-        digest = hashlib.sha256(
-            data.reshape(-1).view(torch.uint8).numpy().tobytes()
-            if data.numel()
-            else b""
-        ).hexdigest() + f":{data.dtype}:{tuple(data.shape)}"
+        digest = (
+            hashlib.sha256(
+                data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+            ).hexdigest()
+            + f":{data.dtype}:{tuple(data.shape)}"
+        )
         if digest in self._constant_ids:
             return self._constant_ids[digest]
         self.constants.append(ConstantInfo(name, data, layout, origin or name))
@@ -544,8 +479,6 @@ class Lowering:
 
     def _collapsible(self, loop: Loop, parts: tuple[list[int], list[int], list[int]]) -> Loop:
         """Copies operands that do not run through a part of [Z, M, N] with one stride."""
-        from graphc.lowering.loop_codegen import _rebuild
-
         replaced: dict[int, Load] = {}
         for load in loop.loads():
             if collapses(loop.domain, parts[2], load.strides):
@@ -573,7 +506,7 @@ class Lowering:
                 fresh = replaced[id(scalar)]
                 object.__setattr__(scalar, "view", fresh.view)
                 object.__setattr__(scalar, "strides", fresh.strides)
-        return _rebuild(loop, loop.domain, loop.reduced, lambda s: s, lambda a: a)
+        return rebuild(loop, loop.domain, loop.reduced, lambda s: s, lambda a: a)
 
     def kernel(
         self,
@@ -635,25 +568,6 @@ def _parts(
 
 def _writes_any_layout(node: Node | None) -> bool:
     return node is not None and node.target == "aten.scaled_dot_product_attention.default"
-
-
-def is_dense(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
-    """Whether the strides are those of a permuted row-major tensor."""
-    order = [d for d in range(len(shape)) if shape[d] != 1]
-    constants = [d for d in order if isinstance(strides[d], int)]
-    symbolic = [d for d in order if not isinstance(strides[d], int)]
-    expected: Dim = 1
-    for dim in sorted(constants, key=lambda d: int(strides[d])):
-        if not same(strides[dim], expected):
-            return False
-        expected = as_dim(expected * shape[dim])
-    while symbolic:
-        found = next((d for d in symbolic if same(strides[d], expected)), None)
-        if found is None:
-            return False
-        symbolic.remove(found)
-        expected = as_dim(expected * shape[found])
-    return True
 
 
 def _label(members: Sequence[Node]) -> str:

@@ -203,9 +203,7 @@ def _softplus(node: Node, x: str) -> str:
     beta, threshold = node.argument("beta"), node.argument("threshold")
     b = literal(beta, _result(node))
     inner = f"({x} * {b})"
-    return (
-        f"({inner} > {literal(threshold, _result(node))} ? {x} : gc::vsoftplus({inner}) / {b})"
-    )
+    return f"({inner} > {literal(threshold, _result(node))} ? {x} : gc::vsoftplus({inner}) / {b})"
 
 
 def _gelu(node: Node, x: str) -> str:
@@ -309,7 +307,19 @@ _row("silu.default", _call("gc::vsilu"), heavy=True)
 _row("gelu.default", _gelu, heavy=True)
 _row("softplus.default", _softplus, heavy=True)
 _row("elu.default", _elu, heavy=True)
-for _name in "tan asin acos atan sinh cosh asinh acosh atanh erfc lgamma".split():
+for _name in [
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "erfc",
+    "lgamma",
+]:
     _row(f"{_name}.default", _float_call(_name), heavy=True)
 _row("atan2.default", _float_call("atan2"), heavy=True)
 _row("hypot.default", _float_call("hypot"))
@@ -395,7 +405,9 @@ def common_dtype(items: Sequence[Any]) -> str:
     for item in items:
         if isinstance(item, Value):
             rank = min(len(item.type.shape), 1)
-            probe.append(torch.empty((1,) * rank, dtype=torch_dtype(item.type.dtype), device="meta"))
+            probe.append(
+                torch.empty((1,) * rank, dtype=torch_dtype(item.type.dtype), device="meta")
+            )
         elif isinstance(item, sympy.Expr):
             probe.append(1)
         else:
@@ -430,7 +442,7 @@ def operand_dtypes(node: Node, items: Sequence[Any]) -> list[str]:
 
 
 def supports(node: Node) -> str:
-    """"" if the node can be a loop-nest expression, else the reason why not."""
+    """ "" if the node can be a loop-nest expression, else the reason why not."""
     if node.target not in ROWS:
         return "no expression for this operator"
     for value in (*node.inputs(), *node.outputs):

@@ -12,7 +12,7 @@ from torch.utils._sympy import functions as tsf
 from graphc.errors import InternalError, UnsupportedError
 from graphc.ir.types import Dim, as_dim, dtype_name, itemsize, row_major
 from graphc.lowering.context import View
-from graphc.lowering.lower import FallbackStep, KernelStep, Lowered
+from graphc.lowering.steps import FallbackStep, KernelStep, Lowered
 from graphc.plan import Buffer, Expression, Fallback, Kernel, Program, Step
 
 #: places intervals (first, last, nbytes) in an arena: gives offsets and
@@ -119,8 +119,6 @@ _BINARY: dict[type, str] = {
 }  # fmt: skip
 
 
-
-
 def build_program(
     lowered: Lowered,
     *,
@@ -137,9 +135,7 @@ def build_program(
     table = Expressions(symbols)
     data = {s.name for s in graph.symbols.values() if s.data}
     inputs = [[table.add(d) for d in v.type.shape] for v in graph.inputs]
-    outputs = [
-        [] if t is None else [table.add(d) for d in t.shape] for t in lowered.result_types
-    ]
+    outputs = [[] if t is None else [table.add(d) for d in t.shape] for t in lowered.result_types]
     guards = [(table.add(g.condition), g.text) for g in graph.guards]
     steps = [_step(step, table, sources) for step in lowered.steps]
     sizes: dict[int, int] = {}

@@ -53,9 +53,7 @@ def apply(node: Node, base: View) -> View | None:
     if name == "select":
         dim = int(node.args[1]) % rank
         index = node.args[2]
-        if isinstance(index, int) and index < 0:
-            index = as_dim(base.shape[dim] + index)
-        elif not isinstance(index, int) and index.is_negative:
+        if isinstance(index, int) and index < 0 or not isinstance(index, int) and index.is_negative:
             index = as_dim(base.shape[dim] + index)
         keep = [d for d in range(rank) if d != dim]
         return base.with_(

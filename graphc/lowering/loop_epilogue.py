@@ -1,0 +1,110 @@
+"""A Loop behind a product kernel: the gc_epilogue that finishes one tile of accumulators."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from graphc.ir.types import Dim
+from graphc.lowering.context import View
+from graphc.lowering.loop_axes import collapses
+from graphc.lowering.loop_writer import Arguments, Writer, loads_as
+from graphc.lowering.loops import Load, Loop
+from graphc.lowering.pointwise import STORAGE
+
+
+def generate_epilogue(
+    loop: Loop, axes: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    first_pointer: int, first_immediate: int,
+) -> tuple[str, str, Arguments]:  # fmt: skip
+    """(name, source, arguments) of a gc_epilogue function; `axes` are the domain axes that make
+    up Z, M and N, each group contiguous for every access (see `collapses`)."""
+    return _Epilogue(loop, axes, first_pointer, first_immediate).generate()
+
+
+class _Epilogue(Writer):
+    def __init__(
+        self, loop: Loop, axes: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        first_pointer: int, first_immediate: int,
+    ) -> None:  # fmt: skip
+        super().__init__(loop, Arguments(first_pointer, first_immediate))
+        self.axes = axes
+        self.bases: dict[tuple[str, tuple[Dim, ...]], str] = {}
+
+    def _stride(self, strides: tuple[Dim, ...], group: int) -> str:
+        axes = self.axes[group]
+        return self.arguments.size(strides[axes[-1]]) if axes else "0"
+
+    def _term(self, strides: tuple[Dim, ...], group: int, index: str) -> str:
+        """index-th element of a part of [Z, M, N]; a part that no single stride crosses is split
+        into its axes."""
+        axes = self.axes[group]
+        if not axes or all(strides[a] == 0 for a in axes):
+            return ""
+        if collapses(self.loop.domain, axes, strides):
+            return f"{index} * {self._stride(strides, group)}"
+        terms: list[str] = []
+        rest = index
+        for position, axis in enumerate(reversed(axes)):
+            size = self.arguments.size(self.loop.domain[axis])
+            last = position == len(axes) - 1
+            if strides[axis] != 0:
+                part = rest if last else f"{rest} % {size}"
+                terms.append(f"({part}) * {self.arguments.size(strides[axis])}")
+            rest = f"({rest} / {size})"
+        return " + ".join(terms)
+
+    def _base(self, view: View, strides: tuple[Dim, ...], write: bool) -> str:
+        pointer = self.arguments.pointer(view, write)
+        key = (pointer, strides)
+        if key not in self.bases:
+            name = f"q{len(self.bases)}"
+            const = "" if write else "const "
+            terms = [self._term(strides, 0, "z"), self._term(strides, 1, "(m0 + m)")]
+            step = self._stride(strides, 2)
+            terms.append("" if step == "0" else f"n0 * {step}")
+            offset = " + ".join(t for t in terms if t) or "0"
+            self.line(f"{const}{STORAGE[view.dtype]}* {name} = {pointer} + {offset};")
+            self.bases[key] = name
+        return self.bases[key]
+
+    def _element(self, view: View, strides: tuple[Dim, ...], write: bool = False) -> str:
+        step = self._stride(strides, 2)
+        index = "0" if step == "0" else ("j" if step == "1" else f"j * {step}")
+        return f"{self._base(view, strides, write)}[{index}]"
+
+    def load(self, load: Load) -> str:
+        return loads_as(load, self._element(load.view, load.strides))
+
+    def accumulator(self) -> str:
+        return "t[j]"
+
+    def generate(self) -> tuple[str, str, Arguments]:
+        self.indent = "    "
+        for load in self.loop.loads():
+            self._base(load.view, load.strides, False)
+        for store in self.loop.stores:
+            self._base(store.view, store.strides, True)
+        bases = self.lines
+        self.lines = []
+        self.indent = "        "
+        for store in self.loop.stores:
+            value = self.stored(store)
+            self.line(f"{self._element(store.view, store.strides, True)} = {value};")
+        body = "\n".join(self.lines)
+        text = (
+            "static void GC_NAME(const gc_args* a, const float* acc, int64_t ld, int64_t z, "
+            "int64_t m0, int64_t mr, int64_t n0, int64_t nr) {\n"
+            f"{self.arguments.prologue()}"
+            "  for (int64_t m = 0; m < mr; ++m) {\n"
+            "    const float* __restrict t = acc + m * ld;\n" + "\n".join(bases) + "\n"
+            "    auto row = [&](auto width) __attribute__((always_inline)) {\n"
+            "#pragma GCC ivdep\n"
+            "      for (int64_t j = 0; j < (int64_t)width; ++j) {\n" + body + "\n"
+            "      }\n    };\n"
+            "    if (nr == 32) row(std::integral_constant<int64_t, 32>{});\n"
+            "    else row(nr);\n  }\n}\n"
+        )
+        name = "epi_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+        source = '#include <type_traits>\n#include "vmath.h"\n' + text.replace("GC_NAME", name)
+        return name, source, self.arguments

@@ -1,0 +1,128 @@
+"""The C++ pieces of a reduction: declaration, step, join, result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from graphc.errors import InternalError
+from graphc.lowering.loops import Reduce
+from graphc.lowering.pointwise import COMPUTE, is_float
+
+COLUMNS = 64  # kept points that a column reduction accumulates at once
+
+
+@dataclass
+class Accumulation:
+    """The C++ pieces of one reduction."""
+
+    declare: list[str]
+    step: Callable[[str, str], list[str]]
+    result: str
+    dtype: str  # what the operand is converted to
+    clause: str = ""
+    partial: list[str] = field(default_factory=list)
+    join: list[str] = field(default_factory=list)
+    sequential: bool = False
+
+
+def _bounds(dtype: str) -> tuple[str, str]:
+    """Smallest and largest value of a compute type, as C++."""
+    if is_float(dtype):
+        return "-INFINITY", "INFINITY"
+    if dtype == "bool":
+        return "0", "1"
+    ctype = COMPUTE[dtype]
+    return f"std::numeric_limits<{ctype}>::min()", f"std::numeric_limits<{ctype}>::max()"
+
+
+def accumulator(scalar: Reduce, number: int) -> Accumulation:
+    """Row reductions: SIMD partials of at most 1024 elements, joined in double."""
+    a, source = f"a{number}", scalar.arg.dtype
+    kind = scalar.kind
+    if kind in ("sum", "mean", "prod"):
+        if is_float(source) or is_float(scalar.dtype):
+            part = "double" if "float64" in (source, scalar.dtype) else "float"
+            unit, op = ("0", "+") if kind != "prod" else ("1", "*")
+            return Accumulation(
+                [f"double {a} = {unit};"], lambda v, i: [f"{a}t {op}= {v};"], a,
+                "float64" if part == "double" else "float32", f"reduction({op}:{a}t)",
+                [f"{part} {a}t = {unit};"], [f"{a} {op}= {a}t;"],
+            )  # fmt: skip
+        unit, op = ("0", "+") if kind != "prod" else ("1", "*")
+        return Accumulation(
+            [f"int64_t {a} = {unit};"], lambda v, i: [f"{a} {op}= (int64_t)({v});"], a, source,
+            f"reduction({op}:{a})",
+        )  # fmt: skip
+    if kind in ("any", "all"):
+        unit, op = ("0", "|") if kind == "any" else ("1", "&")
+        return Accumulation(
+            [f"int {a} = {unit};"], lambda v, i: [f"{a} {op}= (int)({v});"], a, "bool",
+            f"reduction({op}:{a})",
+        )  # fmt: skip
+    low, high = _bounds(source)
+    start = low if kind in ("max", "argmax") else high
+    sign = ">" if kind in ("max", "argmax") else "<"
+    ctype = COMPUTE[source]
+    if kind in ("max", "min"):
+        if source == "bool":
+            return Accumulation(
+                [f"int {a} = {start};"],
+                lambda v, i: [f"{a} {'|' if kind == 'max' else '&'}= (int){v};"], a, source,
+                f"reduction({'|' if kind == 'max' else '&'}:{a})",
+            )  # fmt: skip
+        declare = [f"{ctype} {a} = {start};"]
+        if not is_float(source):
+            return Accumulation(
+                declare, lambda v, i: [f"{a} = {v} {sign} {a} ? {v} : {a};"], a, source,
+                f"reduction({kind}:{a})",
+            )  # fmt: skip
+        return Accumulation(
+            [*declare, f"int {a}n = 0;"],
+            lambda v, i: [f"{a} = {v} {sign} {a} ? {v} : {a};", f"{a}n |= ({v} != {v});"],
+            f"{a}n ? ({ctype})NAN : {a}", source, f"reduction({kind}:{a}) reduction(|:{a}n)",
+        )  # fmt: skip
+    if kind in ("argmax", "argmin"):
+        nan = f" || ({a} == {a} && {{v}} != {{v}})" if is_float(source) else ""
+        return Accumulation(
+            [f"{ctype} {a} = {start}; int64_t {a}i = -1;"],
+            lambda v, i: [
+                f"{{ const {ctype} w = {v}; if ({a}i < 0 || w {sign} {a}"
+                + nan.replace("{v}", "w")
+                + f") {{ {a} = w; {a}i = {i}; }} }}"
+            ],
+            f"{a}i", source, sequential=True,
+        )  # fmt: skip
+    raise InternalError(f"unknown reduction {kind}")
+
+
+def column_accumulator(scalar: Reduce, number: int) -> Accumulation:
+    """The same over a block of neighbouring kept points."""
+    a, source, kind = f"a{number}", scalar.arg.dtype, scalar.kind
+    floating = is_float(source) or is_float(scalar.dtype)
+    low, high = _bounds(source)
+    if kind in ("sum", "mean", "prod"):
+        ctype = "double" if floating else "int64_t"
+        unit, op = ("0", "+") if kind != "prod" else ("1", "*")
+        takes = (
+            ("float64" if "float64" in (source, scalar.dtype) else "float32")
+            if floating
+            else source
+        )  # noqa: E501
+        step = f"{a}[j] {op}= ({ctype})({{v}});"
+    elif kind in ("any", "all"):
+        ctype, takes = "uint8_t", "bool"
+        unit, op = ("0", "|") if kind == "any" else ("1", "&")
+        step = f"{a}[j] {op}= (uint8_t)({{v}});"
+    else:
+        ctype, takes = COMPUTE[source], source
+        unit = low if kind == "max" else high
+        step = f"{a}[j] = gc::v{kind}(({ctype})({{v}}), {a}[j]);"
+        if is_float(source):
+            step = f"{a}[j] = {a}[j] != {a}[j] ? {a}[j] : gc::v{kind}(({ctype})({{v}}), {a}[j]);"
+    return Accumulation(
+        [f"{ctype} {a}[{COLUMNS}]; for (int j = 0; j < {COLUMNS}; ++j) {a}[j] = {unit};"],
+        lambda v, i: [step.replace("{v}", v)],
+        f"{a}[j]",
+        takes,
+    )

@@ -1,0 +1,79 @@
+"""Lowered steps, still symbolic: what `graphc.lowering.program` turns into a plan's Program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphc.ir.graph import Graph, Node
+from graphc.ir.types import Dim, TensorType
+from graphc.lowering.context import Unit, View
+
+
+@dataclass
+class BufferInfo:
+    """kind as in graphc.plan.Buffer; index is the position in that kind's table."""
+
+    kind: str
+    index: int
+    nbytes: Dim
+    name: str
+
+
+@dataclass
+class KernelStep:
+    """A native kernel call, symbolic."""
+
+    symbol: str
+    unit: Unit
+    units: tuple[Unit, ...]
+    pointers: list[View]
+    immediates: list[Dim]
+    range: Dim
+    grain: int
+    scratch: Dim
+    reads: list[int]
+    writes: list[int]
+    label: str
+    nodes: list[str]
+    flops: Dim | None = None
+
+
+@dataclass
+class FallbackStep:
+    """A torch call, symbolic: leaves of the argument trees are Views, Dims or literals."""
+
+    node: Node
+    arguments: Any
+    keywords: Any
+    outputs: list[View | None]
+    reason: str
+    reads: list[int]
+    binds: list[tuple[str, int, int]]
+
+
+@dataclass
+class ConstantInfo:
+    """A weight of the plan."""
+
+    name: str
+    tensor: torch.Tensor
+    layout: str
+    origin: str
+
+
+@dataclass
+class Lowered:
+    """Steps over buffers, and where the results are."""
+
+    graph: Graph
+    buffers: list[BufferInfo]
+    steps: list[KernelStep | FallbackStep]
+    constants: list[ConstantInfo]
+    results: list[tuple[str, Any]]  # ("buffer", id) | ("input", i) | ("constant", v) | ("dim", d)
+    result_types: list[TensorType | None]
+    fallbacks: list[tuple[str, str, str]] = field(default_factory=list)  # node, reason, location
+    fused: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    copies: int = 0

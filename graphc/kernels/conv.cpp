@@ -58,8 +58,7 @@ struct Tap {
     const int64_t kw = tap % s->kernel[2] * s->dilation[2],
                   kh = tap / s->kernel[2] % s->kernel[1] * s->dilation[1],
                   kd = tap / s->kernel[2] / s->kernel[1] * s->dilation[0];
-    if (s->transposed) set_lanes(s, p, kd, kh, kw);
-    else set_runs(s, p, kd, kh, kw);
+    set_runs(s, p, kd, kh, kw);
   }
 
  private:
@@ -112,23 +111,6 @@ struct Tap {
     for (int r = 0; r < runs; r++)
       for (int j = first[r]; j < stop[r]; j++)
         index[j] = (int32_t)(source[r] + (j - first[r]) * step);
-  }
-  void set_lanes(const gc_conv_shape* s, const Pixels& p, int64_t kd, int64_t kh, int64_t kw) {
-    mode = LANES;
-    whole = false;
-    memset(mask, 0, sizeof mask);
-    for (int r = 0; r < p.runs; r++) {
-      const int64_t a = p.d[r] + s->pad[0] - kd, b = p.h[r] + s->pad[1] - kh;
-      if (a < 0 || a % s->stride[0] || a / s->stride[0] >= s->in[0]) continue;
-      if (b < 0 || b % s->stride[1] || b / s->stride[1] >= s->in[1]) continue;
-      const int64_t row = (a / s->stride[0] * s->in[1] + b / s->stride[1]) * s->in[2];
-      for (int j = p.begin[r]; j < p.begin[r + 1]; j++) {
-        const int64_t c = p.w[r] + (j - p.begin[r]) + s->pad[2] - kw;
-        if (c < 0 || c % s->stride[2] || c / s->stride[2] >= s->in[2]) continue;
-        mask[j] = -1;
-        index[j] = (int32_t)(row + c / s->stride[2]);
-      }
-    }
   }
 };
 

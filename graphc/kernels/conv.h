@@ -33,6 +33,11 @@ GC_CONV(depthwise_f32);
 GC_CONV(depthwise_bf16);
 GC_CONV(depthwise_f16);
 
+// One unit is (image, group, block of channels, output row, 32 * stride pixels of it).
+GC_CONV(transposed_f32);
+GC_CONV(transposed_bf16);
+GC_CONV(transposed_f16);
+
 // What packing run-time weights needs; strides in elements.
 struct gc_conv_pack_shape {
   int64_t groups, oc, c, taps;

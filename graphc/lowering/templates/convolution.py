@@ -107,6 +107,8 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
     rows = next(
         (r for r in ROWS if known is None or known * ceildiv(oc, r) >= ENOUGH_UNITS), ROWS[-1]
     )
+    if conv.transposed:
+        rows = ROWS[-1]
     steps = min(CHUNK, c * taps) + 1 + min(oc, rows)
     group = max(1, min(MAX_GROUP, SCRATCH // (PIXELS * steps)))
     shape: list[Dim] = [
@@ -136,6 +138,16 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
         range_: Dim = z * groups
         work = pixels * taps
         scratch = depthwise_scratch(third(spatial, 1), third(sizes[2:], 1), conv)
+    elif conv.transposed:
+        name, function = "conv_transposed", f"gc_conv_transposed_{kind}"
+        phases = conv.stride[-1]
+        segment = PIXELS * phases
+        range_ = (
+            z * groups * ceildiv(oc, rows) * product_of(spatial[:-1])
+            * ceildiv(spatial[-1], segment)
+        )  # fmt: skip
+        work = min(oc, rows) * PIXELS * c * taps
+        scratch = 4 * PIXELS * (128 + 2 * min(oc, rows) * phases)
     else:
         name, function = "conv", f"gc_conv_{kind}"
         range_ = panels * ceildiv(oc, rows)

@@ -259,4 +259,5 @@ def _overlapping(boxes: Tensor, threshold: Any, centered: bool) -> Tensor:
     union = area.unsqueeze(2) + area.unsqueeze(1) - inter
     valid = (inter > 0) & (area > 0).unsqueeze(2) & (area > 0).unsqueeze(1) & (union > 0)
     share: Tensor = inter / torch.where(union > 0, union, 1.0)
-    return valid & (share > threshold)
+    result: Tensor = valid & (share > threshold)
+    return result

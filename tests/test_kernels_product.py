@@ -251,3 +251,12 @@ def test_vector_weight() -> None:
     for weight in (w, Constant(w)):
         (got,) = run_rule("aten.linear.default", [x, weight], isa=ISAS[0])
         check(got, x.double() @ w.double())
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_vector_products(dtype: torch.dtype) -> None:
+    a, b = random(37, 50, dtype=dtype), random(50, dtype=dtype)
+    (got,) = run_rule("aten.mv.default", [a, b], isa=ISAS[0])
+    check(got, a.double() @ b.double())
+    (got,) = run_rule("aten.dot.default", [a[3], b], isa=ISAS[0])
+    check(got, a[3].double() @ b.double())

@@ -24,8 +24,8 @@ PIXELS, MAX_GROUP, CHUNK = 32, 8, 1024
 ROWS = (504, 252, 168, 84)
 #: units that keep 16 threads busy
 ENOUGH_UNITS = 16
-#: floats of scratch that stay in the second-level cache beside the weights
-SCRATCH = 1 << 17
+#: floats of scratch that leave the second-level cache to the weights
+SCRATCH = 1 << 15
 #: floats of a depthwise tile: TILE in conv_depthwise.cpp
 DEPTHWISE_TILE = 4096
 BIAS_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
@@ -133,6 +133,7 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
         and third(conv.padding, 0)[0] == 0 and third(conv.stride, 1)[0] == 1
         and ctx.static(third(x.shape[2:], 1)[0]) == 1
     )  # fmt: skip
+    pieces = 1
     if depthwise:
         name, function = "conv_depthwise", f"gc_conv_depthwise_{kind}"
         range_: Dim = z * groups
@@ -151,6 +152,7 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
     else:
         name, function = "conv", f"gc_conv_{kind}"
         range_ = panels * ceildiv(oc, rows)
+        pieces = group if known is None or known >= ENOUGH_UNITS * group else 1
         work = min(oc, rows) * PIXELS * c * taps
         scratch = 4 * PIXELS * group * steps
     text = f"""#include "conv.h"
@@ -168,7 +170,7 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         reads=[*pointers, *epilogue.reads],
         writes=epilogue.writes,
         range=range_,
-        grain=grain_for(ctx, work, 16),
+        grain=max(grain_for(ctx, work, 16), pieces),
         scratch=scratch,
         label=node.name,
         flops=2 * z * channels * pixels * c * taps,

@@ -164,3 +164,12 @@ def int_mm(ctx: LoweringContext, node: Any) -> None:
     product = Product(a.dtype, a.shape[0], b.shape[1], a.shape[1], matrix(a), matrix(b),
                       weight=transposed_constant(ctx, right), operands=(left, right))  # fmt: skip
     emit_narrow(ctx, node, product, "int32")
+
+
+@rule("aten.mv.default", "aten.dot.default")
+def vector_products(ctx: LoweringContext, node: Any) -> None:
+    """[n, k] x [k] -> [n], or [k] . [k] -> []."""
+    a, b = ctx.view(node.args[0]), ctx.view(node.args[1])
+    if a.dtype != b.dtype:
+        raise Refuse(f"product of {a.dtype} and {b.dtype}")
+    times_vector(ctx, node, a, b, None)

@@ -90,12 +90,20 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         reads=[*pointers, *epilogue.reads],
         writes=epilogue.writes,
         range=z * ceildiv(product.m, BLOCK_ROWS) * panels,
-        grain=grain_for(ctx, block * PANEL * product.k, 8),
+        grain=max(grain_for(ctx, block * PANEL * product.k, 8), shared_panels(ctx, product)),
         scratch=gemm_scratch(product.k, block),
         label=node.name,
         flops=2 * z * product.m * product.n * product.k,
         units=[library],
     )
+
+
+def shared_panels(ctx: LoweringContext, product: Product) -> int:
+    """Panels a thread should do in one go, as it packs the rows of `a` for each piece of work; yet
+    a row of panels is worth four pieces."""
+    panels = ctx.static(ceildiv(product.n, PANEL))
+    single = ctx.static(product.m) == 1
+    return 1 if single else 4 if panels is None else max(1, min(4, panels // 4))
 
 
 def right_operand(

@@ -233,12 +233,40 @@ def test_a_branch_on_the_length_bounds_it() -> None:
         Run(captured)(randn(33))
 
 
-def test_conditions_that_no_range_can_say_become_guards() -> None:
+class Compared(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() - y.sum() if x.shape[0] > y.shape[0] else y.sum()
+
+
+def test_a_condition_on_one_length_becomes_its_range() -> None:
     function = Function(lambda x: x.sum() if (x.shape[0] + 7) // 8 == 2 else -x.sum())
     captured = check(function, [(randn(12),), (randn(16),)], ({0: Dim("T", min=2, max=64)},))
+    symbol = captured.graph.symbols["T"]
+    assert (symbol.minimum, symbol.maximum) == (9, 16)
+    assert captured.graph.guards == ()  # the range says it all
     for length in (8, 17, 40):
         with pytest.raises(Rejected):
             Run(captured)(randn(length))
+
+
+def test_conditions_that_no_range_can_say_stay_guards() -> None:
+    function = Function(lambda x: x.sum() if x.shape[0] % 4 == 0 else -x.sum())
+    captured = check(function, [(randn(12),), (randn(40),)], ({0: Dim("T", min=2, max=64)},))
+    symbol = captured.graph.symbols["T"]
+    assert (symbol.minimum, symbol.maximum) == (4, 64)
+    assert [guard.text for guard in captured.graph.guards] != []
+    with pytest.raises(Rejected):
+        Run(captured)(randn(13))
+
+
+def test_conditions_on_two_lengths_stay_guards() -> None:
+    captured = check(
+        Compared(),
+        [(randn(6), randn(4)), (randn(7), randn(2))],
+        ({0: Dim("T", min=2, max=64)}, {0: Dim("S", min=2, max=64)}),
+    )
+    with pytest.raises(Rejected):
+        Run(captured)(randn(4), randn(6))
 
 
 def test_a_length_that_python_counts_is_fixed() -> None:

@@ -32,6 +32,7 @@ from graphc.frontends.naming import (
     relaxed,
     spread_names,
 )
+from graphc.frontends.ranges import narrow
 from graphc.frontends.trees import describe_tree
 from graphc.ir.graph import Graph
 
@@ -278,7 +279,7 @@ def _assemble(
     importer = Importer(program, asked, saved=saved, names=names)
     try:
         with _tracing():
-            graph = importer.run()
+            graph = narrow(importer.run())
     except GraphcError:
         raise
     except Exception as error:

@@ -428,6 +428,12 @@ def test_inputs_changed_through_views() -> None:
     check(Function(_write_into_a_view), [(randn(3, 4),), (randn(4, 4)[:3],)])
 
 
+def test_checks_on_matrices_stay_with_their_operator() -> None:
+    captured = check(Function(torch.linalg.inv), [(torch.eye(3) + 0.1 * randn(3, 3),)])
+    with pytest.raises(RuntimeError, match="singular"):
+        Run(captured)(torch.zeros(3, 3))
+
+
 def test_results_that_are_views_inputs_or_each_other() -> None:
     check(Function(lambda x: (x, x.t(), x[0], x)), [(randn(3, 4),)])
 

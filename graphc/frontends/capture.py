@@ -222,10 +222,22 @@ def _brief(text: str, limit: int) -> str:
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
+#: operators that raise on singular matrices: taken apart, the check becomes a side effect (a token)
+#: outside of the data flow; whole, it stays with the operator
+_CHECKED = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "inverse", "linalg_inv", "linalg_solve", "linalg_cholesky", "linalg_ldl_factor",
+        "linalg_lu_factor", "linalg_tensorinv", "linalg_tensorsolve",
+    )
+)  # fmt: skip
+
+
 def decompositions(keep: frozenset[str]) -> dict[Any, Any]:
     """torch's decomposition table without the operators that graphc lowers itself."""
     table = torch.export.default_decompositions()
-    return {op: table[op] for op in list(table.keys()) if str(op) not in keep}
+    whole = keep | _CHECKED
+    return {op: table[op] for op in list(table.keys()) if str(op) not in whole}
 
 
 def _decompose(

@@ -117,3 +117,11 @@ def test_refusals() -> None:
         lower(NAME, [q, q, q], {"dropout_p": 0.5}, isa=ISAS[0])
     with pytest.raises(Refuse, match="float64"):
         lower(NAME, [q.double(), q.double(), q.double()], isa=ISAS[0])
+
+
+def test_error_is_not_above_torch() -> None:
+    q, k, v = (heads(1, t, 4, 64, torch.float32) for t in (100, 700, 700))
+    reference = sdpa(q.double(), k.double(), v.double())
+    (got,) = run_rule(NAME, [q, k, v], isa=ISAS[0])
+    ours = (got - reference).square().mean().sqrt()
+    assert ours <= 1.1 * (sdpa(q, k, v) - reference).square().mean().sqrt()

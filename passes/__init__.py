@@ -3,6 +3,7 @@
 from graphc.rewrite import Pass
 from passes.fusion.activation import Activation
 from passes.fusion.attention import Attention
+from passes.fusion.causal_attention import CausalAttention
 from passes.fusion.grouped_query import GroupedQuery
 from passes.fusion.layer_norm import LayerNorm
 from passes.fusion.merged_linear import MergedLinear
@@ -13,6 +14,7 @@ from passes.simplify.common_subexpressions import CommonSubexpressions
 from passes.simplify.constant_folding import ConstantFolding
 from passes.simplify.dead_code import DeadCode
 from passes.simplify.fold_batch_norm import FoldBatchNorm
+from passes.simplify.index_arithmetic import IndexArithmetic
 from passes.simplify.linear_from_matmul import LinearFromMatmul
 from passes.simplify.view_simplification import ViewSimplification
 
@@ -20,7 +22,9 @@ PIPELINE: tuple[Pass, ...] = (
     ViewSimplification(),  # first: fewer spellings of views for everything after it
     LinearFromMatmul(),  # before folding, which would copy the transposed weights it looks through
     ConstantFolding(),  # gains such as 1 + w, position tables, masks become weights
+    IndexArithmetic(),  # masks that turn out to be True everywhere
     Arithmetic(),  # multiplications by one that folding has laid open
+    ViewSimplification(),  # expansions move behind what masks are made of
     CommonSubexpressions(),  # patterns may now ask "the same value?" by identity
     FoldBatchNorm(),  # into convolutions whose weights are known to be constant by now
     Activation(),  # gelu, silu, ...: one operator where the model wrote five
@@ -28,6 +32,7 @@ PIPELINE: tuple[Pass, ...] = (
     LayerNorm(),  # before rms_norm, which would take its second half
     RmsNorm(),
     Attention(),  # scores never in memory
+    CausalAttention(),  # half the work where the mask is a triangle
     GroupedQuery(),  # keys and values read once per group of heads
     MergedLinear(),  # after attention: products of one input become one
     ViewSimplification(),  # what the rewrites above left between views

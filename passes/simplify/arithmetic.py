@@ -36,7 +36,11 @@ class _ToArgument(Rule[Value]):
         return None
 
     def rewrite(self, builder: Builder, found: Value, node: Node) -> Sequence[Value]:
-        return [found]
+        if same_shape(found, node.outputs[0]):
+            return [found]
+        # the constant side only made it larger
+        shape = tuple(node.outputs[0].type.shape)
+        return builder.call(torch.ops.aten.expand.default, found, shape)
 
 
 def _alike(source: object, node: Node) -> bool:
@@ -115,6 +119,7 @@ class _Masked(_ToArgument):
         elif node.outputs[0].type.dtype == "bool":
             neutral = 1.0 if name.endswith("and") else 0.0
             for source, other in (node.args[:2], node.args[1::-1]):
-                if facts.number(other) == neutral and _alike(source, node):
-                    yield source
-                    return
+                if facts.number(other) == neutral and isinstance(source, Value):
+                    if source.type.dtype == "bool":
+                        yield source
+                        return

@@ -34,6 +34,7 @@ class ViewSimplification:
 
     def run(self, graph: Graph, log: Log) -> Graph:
         rules = [_Identity(), _Reshape(), _AxisOrder(), _Expand(), _Squeeze(), _Cast(), _Cat()]
+        rules.append(_SpreadLater())
         return apply_until_stable(graph, rules, log)
 
 
@@ -169,6 +170,33 @@ class _Expand(_ViewRule):
         source, shape = node.args[0], tuple(node.outputs[0].type.shape)
         if packet_of(source) in _EXPANDS:
             yield lambda b: b.call1(aten.expand.default, operand(source), shape)
+
+
+class _SpreadLater(_ViewRule):
+    """op(expand(x)) is expand(op(x)) where all other operands are single numbers: fewer elements
+    are computed, and none is stored twice."""
+
+    name = "spread_later"
+    roots = frozenset(f"aten.{n}" for n in (
+        "where", "masked_fill", "logical_not", "bitwise_not", "_to_copy", "to", "mul", "div",
+        "add", "sub", "rsub", "eq", "ne",
+    ))  # fmt: skip
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[Make | Refused]:
+        tensors = [v for v in node.inputs() if rank(v) > 0]
+        if len(tensors) != 1 or packet_of(tensors[0]) not in _EXPANDS:
+            return
+        spread, result = tensors[0], node.outputs[0]
+        inner = operand(spread)
+        if not same_shape(spread, result) or same_shape(inner, spread):
+            return
+
+        def made(builder: Builder) -> Value:
+            args = tuple(inner if a is spread else a for a in node.args)
+            value = builder.call1(node.op, *args, **dict(node.kwargs))
+            return builder.call1(aten.expand.default, value, tuple(result.type.shape))
+
+        yield made
 
 
 class _Squeeze(_ViewRule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import sympy
@@ -380,6 +380,9 @@ def test_lengths_are_results() -> None:
 
 
 class Cache(nn.Module):
+    rows: Tensor
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("rows", torch.ones(4, 3))
@@ -402,6 +405,9 @@ def test_buffers_that_change_are_states() -> None:
 
 
 class Shared(nn.Module):
+    rows: Tensor
+    first: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("rows", torch.zeros(4, 3))
@@ -451,7 +457,8 @@ class Tied(nn.Module):
         x = self.table(ids)
         for part in self.parts:
             x = x * part
-        return self.head(x)
+        result: Tensor = self.head(x)
+        return result
 
 
 def test_shared_weights_are_kept_once() -> None:
@@ -512,3 +519,25 @@ def test_missing_and_unknown_inputs() -> None:
         capture(Scalars(), (randn(4),), keep=KEEP)
     with pytest.raises(UsageError, match="unexpected keyword argument 'scal'"):
         capture(Scalars(), (randn(4), 1.0), {"scal": 1.0}, keep=KEEP)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def test_named_tuples_are_tuples() -> None:
+    captured = capture(Function(lambda x: Pair(x + 1, x - 1)), (randn(3),), keep=KEEP)
+    assert captured.results == {"tuple": [{"leaf": 0}, {"leaf": 1}]}
+
+
+def test_what_args_takes_keeps_the_modules_names() -> None:
+    class Spread(nn.Module):
+        input_names = ("a.x", "b")
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return inputs[0] + inputs[1]
+
+    captured = capture(Spread(), (randn(3), randn(3)), keep=KEEP)
+    assert captured.positional_names == ("a.x", "b")
+    assert [value.name for value in captured.graph.inputs] == ["a_x", "b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -142,7 +143,7 @@ def test_dtype(file: Path) -> None:
     ],
 )
 def test_refusals(
-    file: Path, monkeypatch: pytest.MonkeyPatch, reference: str, options: dict[str, list[str]],
+    file: Path, monkeypatch: pytest.MonkeyPatch, reference: str, options: dict[str, Any],
     text: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(file.parent)

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 import graphc.ops
 from graphc.errors import CaptureError, GraphcError, UnsupportedError
-from graphc.frontends.importer import Importer, overlapping, shared_state
+from graphc.frontends.aliases import overlapping, shared_state
+from graphc.frontends.importer import Importer
 from graphc.frontends.locations import raised_at
 from graphc.frontends.minimum import lower_minimum
 from graphc.frontends.naming import (

@@ -11,9 +11,10 @@ import torch
 
 from graphc.errors import CaptureError, UnsupportedError
 from graphc.frontends import guards
+from graphc.frontends.aliases import overlapping, shared_state, window
 from graphc.frontends.lengths import simplify_rounding
 from graphc.frontends.locations import location_of
-from graphc.frontends.naming import Asked, Place
+from graphc.frontends.naming import Asked, Place, int_range
 from graphc.frontends.scalars import Scalars
 from graphc.ir.graph import Graph, Node, Value, make_node, prune
 from graphc.ir.infer import type_of
@@ -104,7 +105,7 @@ class Importer:
                 self._values[fx_node] = (state,)
             else:
                 tensor = self._tensor(str(spec.target))
-                key = _window(tensor)
+                key = window(tensor)
                 if key not in shared:
                     name = self._unique(str(spec.target))
                     shared[key] = Value("weight", name, type_of(tensor))
@@ -244,7 +245,7 @@ class Importer:
                     f"(dimension {position} of {fx_node.name})"
                 )
             elif len(free) == 1 and asked.derived != (size.node.expr == free[0]):
-                low, high = _range(ranges.get(free[0]))
+                low, high = int_range(ranges.get(free[0]))
                 self._name(free[0], asked.name, low, high, asked)
         for leaf, fx_node, position, size in dims:
             if isinstance(size, torch.SymInt):
@@ -256,11 +257,11 @@ class Importer:
                         while name in self.symbols:
                             number += 1
                             name = f"{stem}_{number}"
-                        low, high = _range(ranges.get(free))
+                        low, high = int_range(ranges.get(free))
                         self._name(free, name, low, high, None)
         for expr, bounds in ranges.items():
             if expr not in self._renames and isinstance(expr, sympy.Symbol):
-                low, high = _range(bounds)
+                low, high = int_range(bounds)
                 self._data_symbol(expr, low, high)
         self.notes += [text for name, text in fixed.items() if name not in self.symbols]
 
@@ -395,54 +396,3 @@ def _is_random(op: torch._ops.OpOverload, call: torch.fx.Node) -> bool:
             if not call.kwargs.get(parameter.name, given):
                 return False
     return True
-
-
-def _range(bounds: Any) -> tuple[int, int]:
-    """A torch ValueRanges as two ints."""
-
-    def end(value: Any, otherwise: int) -> int:
-        try:
-            return max(min(int(value), UNBOUNDED), -UNBOUNDED)
-        except (TypeError, OverflowError, AttributeError, ValueError):
-            return otherwise
-
-    if bounds is None:
-        return 0, UNBOUNDED
-    return end(bounds.lower, 0), end(bounds.upper, UNBOUNDED)
-
-
-def _window(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same window on the same storage."""
-    if tensor.numel() == 0:
-        return (tuple(tensor.shape), tensor.dtype)
-    return (
-        tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape),
-        tuple(tensor.stride()), tensor.dtype,
-    )  # fmt: skip
-
-
-def overlapping(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Groups of tensors whose memory meets (by first and last byte)."""
-    spans = []
-    for name, tensor in tensors.items():
-        if tensor.numel() and tensor.layout == torch.strided and tensor.device.type == "cpu":
-            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.element_size(), name))
-    groups: list[list[str]] = []
-    end = -1
-    for start, stop, name in sorted(spans):
-        if start < end:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-        end = max(end, stop)
-    return [group for group in groups if len(group) > 1]
-
-
-def shared_state(names: Sequence[str]) -> UnsupportedError:
-    """The error for a state that would change behind another tensor's back."""
-    return UnsupportedError(
-        f"expected states with memory of their own, found {', '.join(names)} in the same memory",
-        hint="register one buffer and take views of it inside forward",
-    )

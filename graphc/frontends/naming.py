@@ -171,3 +171,17 @@ def relaxed(shapes: Any) -> Any:
         return shapes if shapes is None or isinstance(shapes, int) else torch.export.Dim.AUTO
     high = {} if asked.maximum >= UNBOUNDED else {"max": asked.maximum}
     return torch.export.Dim.AUTO(min=asked.minimum, **high)
+
+
+def int_range(bounds: Any) -> tuple[int, int]:
+    """A torch ValueRanges as two ints."""
+
+    def end(value: Any, otherwise: int) -> int:
+        try:
+            return max(min(int(value), UNBOUNDED), -UNBOUNDED)
+        except (TypeError, OverflowError, AttributeError, ValueError):
+            return otherwise
+
+    if bounds is None:
+        return 0, UNBOUNDED
+    return end(bounds.lower, 0), end(bounds.upper, UNBOUNDED)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from graphc.errors import UnsupportedError
 
 
@@ -32,7 +30,10 @@ def _walk(spec: Any, leaves: Any) -> Any:
         if len(keys) != len(children):
             keys = list(spec.context[-1])
         return {"dict": [[_key(key), child] for key, child in zip(keys, children, strict=True)]}
-    if kind is pytree.namedtuple or (isinstance(kind, type) and issubclass(kind, tuple)):
+    # a named tuple is a type of its own, or collections.namedtuple in the spec
+    if getattr(kind, "__name__", "") == "namedtuple" or (
+        isinstance(kind, type) and issubclass(kind, tuple)
+    ):
         return {"tuple": children}
     fields = _fields(spec, len(children))
     if fields is not None:

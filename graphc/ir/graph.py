@@ -152,7 +152,7 @@ class Builder:
         from graphc.ir.infer import TypeContext
 
         self.graph = graph
-        self.types = TypeContext.of(graph.symbols)
+        self.types = TypeContext.of(graph.symbols, graph.guards)
         self._map: dict[Value, Value] = {}
         self._nodes: list[Node] = []
         self._weights: dict[Value, torch.Tensor] = dict(graph.weights)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from graphc.errors import InternalError
-from graphc.ir.graph import Value, map_tree
+from graphc.ir.graph import Guard, Value, map_tree
 from graphc.ir.types import (
     Dim,
     ScalarType,
@@ -32,47 +32,76 @@ from graphc.ir.types import (
 _HINTS = (1009, 1291, 1553, 1867, 2129, 2411, 2729, 3067, 3371, 3673)
 
 
+def _hints(symbols: Mapping[str, Symbol], guards: Sequence[Guard]) -> dict[sympy.Symbol, int]:
+    """A size for each length: the one at capture, else one inside its range under which every
+    guard holds (if one is found; a graph read from text does not say what was captured)."""
+    lengths = [info for info in symbols.values() if not info.data]
+    first: dict[sympy.Symbol, int] | None = None
+    for multiple in (1, 2, 3, 4, 8, 16, 64, 128, 256, 512, 1024):
+        for divisor in (1, 4, 16, 32, 64, 128, 256):
+            hints: dict[sympy.Symbol, int] = {}
+            for position, info in enumerate(lengths):
+                hint = _HINTS[position % len(_HINTS)] + 8 * (position // len(_HINTS))
+                hint = max(multiple, hint // divisor // multiple * multiple)
+                hints[info.expr] = info.hint or max(info.minimum, min(hint, info.maximum))
+            first = hints if first is None else first
+            if all(_holds(guard, hints) for guard in guards):
+                return hints
+    return first or {}
+
+
+def _holds(guard: Guard, sizes: Mapping[sympy.Symbol, int]) -> bool:
+    """False only if the guard is surely broken."""
+    try:
+        answer = guard.condition.xreplace({s: sympy.Integer(n) for s, n in sizes.items()})
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError):
+        return True
+    return answer not in (False, sympy.false)
+
+
 class TypeContext:
     """Infers result types over a set of named symbols. Fake tensors of Values are kept."""
 
-    _cache: dict[tuple[tuple[Symbol, int], ...], TypeContext] = {}
+    _cache: dict[Any, TypeContext] = {}
 
-    def __init__(self, symbols: Mapping[str, Symbol]) -> None:
+    def __init__(self, symbols: Mapping[str, Symbol], guards: Sequence[Guard] = ()) -> None:
+        self._hints = _hints(symbols, guards)
         self.env = ShapeEnv(specialize_zero_one=True, duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self._ints: dict[sympy.Expr, Any] = {}
         self._to_env: dict[sympy.Expr, sympy.Expr] = {}
         self._from_env: dict[sympy.Expr, sympy.Expr] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
-        for position, info in enumerate(symbols.values()):
+        for info in symbols.values():
             if info.data:
                 made = self.env.create_unbacked_symint()
             else:
-                made = self._backed(info, position)
+                made = self._backed(info)
             self._to_env[info.expr] = made.node.expr
             self._from_env[made.node.expr] = info.expr
             self._ints[info.expr] = made
 
     @classmethod
-    def of(cls, symbols: Mapping[str, Symbol]) -> TypeContext:
-        """The shared context for these symbols."""
-        key = tuple((s, s.hint) for s in symbols.values())
+    def of(cls, symbols: Mapping[str, Symbol], guards: Sequence[Guard] = ()) -> TypeContext:
+        """The shared context for these symbols under these guards."""
+        known = tuple((s, s.hint) for s in symbols.values())
+        key = (known, tuple(sorted(guard.text for guard in guards)))
         if key not in cls._cache:
             if len(cls._cache) > 8:
                 cls._cache.clear()
-            cls._cache[key] = cls(symbols)
+            cls._cache[key] = cls(symbols, guards)
         return cls._cache[key]
 
-    def _backed(self, info: Symbol, position: int) -> Any:
-        hint = info.hint
-        if not hint:
-            hint = _HINTS[position % len(_HINTS)] + 8 * (position // len(_HINTS))
-            hint = max(info.minimum, min(hint, info.maximum))
+    def _backed(self, info: Symbol) -> Any:
+        hint = self._hints[info.expr]
         source = ConstantSource(info.name)
         expr = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
         if isinstance(expr, sympy.Integer):  # a hint of 0 or 1 would be specialised
             expr = self.env.create_symbol(
-                max(2, hint), source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
+                max(2, hint),
+                source,
+                dynamic_dim=DimDynamic.DYNAMIC,
+                do_not_specialize_zero_one=True,
             )
         return self.env.create_symintnode(expr, hint=hint, source=source)
 
@@ -163,5 +192,3 @@ def type_of(tensor: torch.Tensor) -> TensorType:
     shape = tuple(int(s) for s in tensor.shape)
     strides = tuple(int(s) for s in tensor.stride())
     return tensor_type(dtype_name(tensor.dtype), shape, strides)
-
-

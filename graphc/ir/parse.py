@@ -20,6 +20,7 @@ from graphc.ir.graph import Graph, Guard, Node, Value, make_node
 from graphc.ir.infer import TypeContext
 from graphc.ir.types import (
     UNBOUNDED,
+    Dim,
     ScalarType,
     Symbol,
     TensorType,
@@ -201,7 +202,9 @@ class _Parser:
         op = find_operator(head)
         args, kwargs = self.reader.arguments(call[len(head) :])
         written = [self._result(part) for part in _split(left)] if equals else []
-        types = _checked(TypeContext.of(self.symbols), op, args, kwargs, [t for _, t in written])
+        types = _checked(
+            TypeContext.of(self.symbols, self.guards), op, args, kwargs, [t for _, t in written]
+        )
         name = f"v{written[0][0]}" if written else f"call{len(self.nodes)}"
         node = make_node(op, args, kwargs, name, types)
         self.nodes.append(node)
@@ -256,14 +259,19 @@ def agree(one: Type, other: Type) -> bool:
         return type(one) is type(other) and str(one) == str(other)
     if one.dtype != other.dtype or len(one.shape) != len(other.shape):
         return False
-    if not all(same(a, b) for a, b in zip(one.shape, other.shape, strict=True)):
+    if not all(_equal(a, b) for a, b in zip(one.shape, other.shape, strict=True)):
         return False
     if one.strides is None and other.strides is None:
         return True
     return all(
-        d == 1 or same(a, b)
+        d == 1 or _equal(a, b)
         for d, a, b in zip(one.shape, one.stride(), other.stride(), strict=True)
     )
+
+
+def _equal(a: Dim, b: Dim) -> bool:
+    """Surely equal, or one text: sympy tells apart what was simplified in another order."""
+    return same(a, b) or str(a) == str(b)
 
 
 class _Expressions:

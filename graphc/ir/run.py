@@ -91,7 +91,9 @@ def bind(graph: Graph, inputs: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int
     for value, tensor in zip(graph.inputs, inputs, strict=True):
         if len(value.type.shape) != tensor.dim():
             raise InputRejectedError(f"expected {value}, found {tuple(tensor.shape)}")
-        pairs += [(d, int(s), str(value)) for d, s in zip(value.type.shape, tensor.shape)]
+        pairs += [
+            (d, int(s), str(value)) for d, s in zip(value.type.shape, tensor.shape, strict=True)
+        ]
     for dim, size, _ in pairs:
         if isinstance(dim, sympy.Symbol):
             sizes.setdefault(dim, size)

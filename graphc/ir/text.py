@@ -25,6 +25,7 @@ def print_graph(graph: Graph, *, contents: bool = True) -> str:
     """The text of a graph; with `contents`, weights and states carry a digest of their bytes."""
     numbers = number_values(graph)
     lines = [_symbol_line(s) for s in sorted(graph.symbols.values(), key=lambda s: s.name)]
+    lines += [f"guard {guard}" for guard in sorted({g.text for g in graph.guards})]
     for value in graph.inputs:
         lines.append(f"%{numbers[value]}: {type_text(value.type)} = input({_text(value.name)})")
     for kind, table in (("weight", graph.weights), ("state", graph.states)):
@@ -34,7 +35,6 @@ def print_graph(graph: Graph, *, contents: bool = True) -> str:
                 f"%{numbers[value]}: {type_text(value.type)} = {kind}({_text(value.name)}{mark})"
             )
     lines += [node_line(node, numbers) for node in graph.nodes]
-    lines += [f"guard {guard}" for guard in sorted({g.text for g in graph.guards})]
     for kind, updates in (("state", graph.state_updates), ("input", graph.input_updates)):
         for old, new in updates.items():
             lines.append(f"update {kind} %{numbers[old]} = %{numbers[new]}")
@@ -70,7 +70,7 @@ def content_digest(tensor: torch.Tensor) -> str:
     hasher = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
-        hasher.update(memoryview(flat.view(torch.uint8).numpy()))
+        hasher.update(flat.view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()[:16]
 
 

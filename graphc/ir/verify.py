@@ -152,7 +152,7 @@ def _ends(graph: Graph, level: str) -> None:
 
 
 def _types(graph: Graph, level: str, trusted: frozenset[Node]) -> None:
-    context = TypeContext.of(graph.symbols)
+    context = TypeContext.of(graph.symbols, graph.guards)
     for node in graph.nodes:
         tags = node.op.tags
         if node in trusted or not node.outputs:

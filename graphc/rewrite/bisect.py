@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ def _first_node(
     old, new = _trace(before, sample), _trace(after, sample)
     by_name = {value.name: value for value in old}
     partner = {made: value for value, made in log.replaced if value in old}
+    for one, other in _ends(before, after):
+        partner.setdefault(other, one)
     unproven: set[Node] = set()
     for node in after.nodes:
         pairs = [(v, partner.get(v, by_name.get(v.name))) for v in node.outputs]
@@ -71,6 +73,18 @@ def _first_node(
         elif not all(difference(a, b).within(*bounds) for a, b in twins):
             return _earliest(after, node, unproven)
     return None
+
+
+def _ends(before: Graph, after: Graph) -> Iterator[tuple[Value, Value]]:
+    """The computed values that leave both graphs in the same place."""
+    pairs = [
+        *zip(before.results, after.results, strict=True),
+        *((v, after.state_updates[s]) for s, v in before.state_updates.items()),
+        *((v, after.input_updates[i]) for i, v in before.input_updates.items()),
+    ]
+    for one, other in pairs:
+        if isinstance(one, Value) and isinstance(other, Value) and one.producer is not None:
+            yield one, other
 
 
 def _tensor(item: Any) -> bool:

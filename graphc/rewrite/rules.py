@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import same
@@ -99,9 +99,9 @@ def packet(node: Node) -> str:
     return node.target.rpartition(".")[0]
 
 
-def apply_rules(graph: Graph, rules: Iterable[Rule[F]], log: Log) -> Graph:
+def apply_rules(graph: Graph, rules: Iterable[Rule[Any]], log: Log) -> Graph:
     """One walk over the graph: at each node the first rule that takes it."""
-    table: dict[str, list[Rule[F]]] = {}
+    table: dict[str, list[Rule[Any]]] = {}
     for rule in rules:
         for root in rule.roots:
             table.setdefault(root, []).append(rule)
@@ -124,7 +124,7 @@ def apply_rules(graph: Graph, rules: Iterable[Rule[F]], log: Log) -> Graph:
     return after
 
 
-def apply_until_stable(graph: Graph, rules: Sequence[Rule[F]], log: Log, limit: int = 8) -> Graph:
+def apply_until_stable(graph: Graph, rules: Sequence[Rule[Any]], log: Log, limit: int = 8) -> Graph:
     """Repeats `apply_rules` until nothing matches, at most `limit` times."""
     for _ in range(limit):
         after = apply_rules(graph, rules, log)

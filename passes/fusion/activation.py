@@ -94,7 +94,7 @@ class _Gelu(_ActivationRule):
     def _judge(
         curve: Value, x: Value, outer: Polynomial, inner: Polynomial | None
     ) -> _Call | Refused:
-        half = {(1, 0): 0.5, (1, 1): 0.5}
+        half: Polynomial = {(1, 0): 0.5, (1, 1): 0.5}
         if packet_of(curve) == "aten.erf":
             if matches(inner, {(1,): math.sqrt(0.5)}) and matches(outer, half):
                 return _Call(aten.gelu.default, x)

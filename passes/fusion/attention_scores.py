@@ -199,10 +199,12 @@ def _peeled(found: Scores, facts: Facts) -> Scores:
     """A number that scales the queries or the keys alone joins the scale."""
     for _ in range(4):
         changed = found
-        for name in ("query", "key"):
-            source, number = _number_times(getattr(found, name), facts)
-            if source is not None:
-                found = replace(found, scale=found.scale * number, **{name: source})
+        source, number = _number_times(found.query, facts)
+        if source is not None:
+            found = replace(found, scale=found.scale * number, query=source)
+        source, number = _number_times(found.key, facts)
+        if source is not None:
+            found = replace(found, scale=found.scale * number, key=source)
         if changed is found:
             break
     return found

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from graphc.ir.graph import Builder, Graph, Node, Value
-from graphc.ir.types import TensorType
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import operand, packet_of, rank
 from passes.simplify.positions import Affine, Positions, is_causal
@@ -42,8 +41,6 @@ class _Mask(Rule[bool]):
         mask = node.argument("attn_mask")
         if mask is None or node.argument("is_causal"):
             return
-        if not self._whole(mask, node):
-            return
         number = facts.number(mask)
         if number is not None and number == (1 if mask.type.dtype == "bool" else 0):
             yield False
@@ -53,13 +50,6 @@ class _Mask(Rule[bool]):
             yield True
         elif kept is not None:
             yield Refused("the mask depends on position, but is no lower triangle")
-
-    @staticmethod
-    def _whole(mask: Value, node: Node) -> bool:
-        """Whether the mask is as large as the scores in its last two dimensions, or constant."""
-        if rank(mask) < 2 or not isinstance(mask.type, TensorType):
-            return False
-        return True
 
     def _kept(self, mask: Value, facts: Facts) -> Affine | None:
         """Where the mask keeps a score, as a condition on positions."""

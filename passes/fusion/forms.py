@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,7 +242,7 @@ def polynomial(
     return None
 
 
-def matches(found: Polynomial | None, wanted: Polynomial) -> bool:
+def matches(found: Polynomial | None, wanted: Mapping[tuple[int, ...], float]) -> bool:
     """Whether a polynomial is the wanted one, to the digits people write."""
     if found is None:
         return False

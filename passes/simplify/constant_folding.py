@@ -11,7 +11,7 @@ import torch
 
 from graphc.ir.graph import Builder, Graph, Node, Value, has_effect, map_tree
 from graphc.ir.run import call
-from graphc.ir.types import TensorType
+from graphc.ir.types import TensorType, itemsize
 from graphc.rewrite import Facts, Log
 from graphc.rewrite.driver import is_view
 
@@ -124,7 +124,7 @@ class _Folding:
     def _static_bytes(value: Value) -> int:
         count = value.type.numel()
         assert isinstance(count, int)
-        return count * getattr(torch, value.type.dtype).itemsize
+        return count * itemsize(value.type.dtype)
 
 
 def _symbolic(node: Node) -> bool:

@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
-from graphc.api import Options, build_module  # noqa: E402
+from graphc.api import Options, build_captured
+from graphc.frontends.capture import capture
+from graphc.lowering.classify import native_operators  # noqa: E402
 from graphc.runtime.session import load  # noqa: E402
 
 torch.set_num_threads(1)
@@ -46,14 +48,9 @@ class Compiled:
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="graphc-conformance-"))
         try:
-            self.report, self.captured = build_module(
-                module,
-                args,
-                kwargs,
-                dynamic_shapes,
-                output=self.folder / "plan",
-                options=Options(jobs=1),
-            )
+            self.captured = capture(module, args, kwargs, dynamic_shapes, keep=native_operators())
+            options = Options(jobs=1, buckets=self._bucket())
+            self.report = build_captured(self.captured, self.folder / "plan", options)
             self.session = load(self.folder / "plan", threads=1)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -62,6 +59,12 @@ class Compiled:
         if VERBOSE:
             for item in self.report.fallbacks:
                 print(f"  fallback {item.target}: {item.reason}", file=sys.stderr)
+
+    def _bucket(self) -> list[str]:
+        """One bucket: every free length up to eight times its example."""
+        symbols = [s for s in self.captured.graph.symbols.values() if not s.data]
+        limits = [f"{s.name}={min(s.maximum, max(s.minimum, 8 * s.hint, 64))}" for s in symbols]
+        return [",".join(limits)] if limits else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.session.run(*args, as_torch=True, **kwargs)
@@ -151,20 +154,29 @@ _MODELS: dict[tuple[Any, ...], Any] = {}
 
 def real_model(path: str, feeds: Mapping[str, Any]) -> list[Any]:
     """An .onnx file, built once with its free dimensions free; inputs that decide shapes or
-    branches (a sample rate) are fixed to the value fed."""
+    branches, and 0-d inputs (a sample rate), are fixed to the value fed."""
     from graphc.frontends.onnx_model import load_onnx
 
     key = (path,)
     if key not in _MODELS:
         probe = load_onnx(path)
-        fixed = {n: feeds[n] for n in probe.structural_inputs}
+        scalars = [s.name for s in probe.input_specs if not s.dims and s.name in feeds]
+        fixed = {n: feeds[n] for n in {*probe.structural_inputs, *scalars}}
         module = load_onnx(path, fixed=fixed) if fixed else probe
-        args = tuple(_tensor(feeds[name]) for name in module.input_names)
+        args = tuple(_wide(_tensor(feeds[s.name]), s.dims) for s in module.input_specs)
         _MODELS[key] = (module, Compiled(module, args, {}, module.dynamic_shapes()))
         _announce(path, _MODELS[key][1])
     module, compiled = _MODELS[key]
     args = tuple(_tensor(feeds[name]) for name in module.input_names)
     return [_array(x) for x in pytree.tree_leaves(compiled(*args))]
+
+
+def _wide(tensor: torch.Tensor, dims: Any) -> torch.Tensor:
+    """An example without size-1 free dimensions: torch.export would take them for fixed."""
+    for dim, size in enumerate(dims or ()):
+        if not isinstance(size, int) and tensor.shape[dim] == 1:
+            tensor = torch.cat([tensor, tensor], dim)
+    return tensor
 
 
 def _announce(name: str, compiled: Compiled) -> None:

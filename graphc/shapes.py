@@ -14,8 +14,8 @@ from pathlib import Path
 from graphc.errors import UsageError
 from graphc.shapes_reader import Reader, read_document
 
-#: a captured upper bound at or above this is torch.export's way to say "no bound"
-UNBOUNDED = 2**31 - 1
+#: a captured upper bound at or above this is no bound: torch.export has several ways to say so
+UNBOUNDED = 10**8
 
 DEFAULT_FILE = "shapes.yaml"
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import sympy
 import torch
+from torch.utils._sympy.functions import Max
 
 #: a size: an integer, or a sympy expression over the graph's named symbols
 Dim: TypeAlias = int | sympy.Expr
@@ -61,6 +62,13 @@ def as_dim(value: object) -> Dim:
     if isinstance(value, sympy.Expr):
         return value
     raise TypeError(f"not a dimension: {value!r}")
+
+
+def dim_max(a: Dim, b: Dim) -> Dim:
+    """The larger of two dims."""
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return as_dim(Max(a, b))
 
 
 def product(dims: Sequence[Dim]) -> Dim:

@@ -295,6 +295,15 @@ def _split(b: Builder, node: Node) -> Sequence[Value] | None:
     return made
 
 
+@expansion("pad.default")
+def _pad(b: Builder, node: Node) -> Sequence[Value] | None:
+    if node.argument("mode") != "constant":
+        return None
+    value = node.argument("value")
+    fill = 0.0 if value is None else value
+    return [b.call1(aten.constant_pad_nd.default, node.args[0], node.args[1], fill)]
+
+
 @expansion("einsum.default")
 def _einsum(b: Builder, node: Node) -> Sequence[Value] | None:
     from graphc.lowering.einsum import einsum

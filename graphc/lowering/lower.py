@@ -21,6 +21,7 @@ from graphc.ir.types import (
     Dim,
     TensorType,
     as_dim,
+    dim_max,
     dtype_name,
     is_dense,
     is_row_major,
@@ -295,13 +296,10 @@ class Lowering:
         for k in range(len(pads) // 2):
             dim = len(shape) - 1 - k
             before, after = pads[2 * k], pads[2 * k + 1]
-            if isinstance(before, int) and before < 0:
-                offset_in = as_dim(offset_in - before * source.strides[dim])
-                shape[dim] = as_dim(shape[dim] + before)
-            else:
-                offset_out = as_dim(offset_out + before * target.strides[dim])
-            if isinstance(after, int) and after < 0:
-                shape[dim] = as_dim(shape[dim] + after)
+            # a negative width crops; the sign of a symbolic one is known only at run time
+            offset_in = as_dim(offset_in + dim_max(-before, 0) * source.strides[dim])
+            offset_out = as_dim(offset_out + dim_max(before, 0) * target.strides[dim])
+            shape[dim] = as_dim(shape[dim] - dim_max(-before, 0) - dim_max(-after, 0))
         self._copy(
             source.with_(shape=tuple(shape), offset=offset_in),
             target.with_(shape=tuple(shape), offset=offset_out),

@@ -25,7 +25,7 @@ ROWS = (504, 252, 168, 84)
 #: units that keep 16 threads busy
 ENOUGH_UNITS = 16
 #: floats of scratch that leave the second-level cache to the weights
-SCRATCH = 1 << 15
+SCRATCH = 1 << 17
 #: floats of a depthwise tile: TILE in conv_depthwise.cpp
 DEPTHWISE_TILE = 4096
 BIAS_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
@@ -154,7 +154,7 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
         range_ = panels * ceildiv(oc, rows)
         pieces = group if known is None or known >= ENOUGH_UNITS * group else 1
         work = min(oc, rows) * PIXELS * c * taps
-        scratch = 4 * PIXELS * group * steps
+        scratch = 4 * (PIXELS * group * steps + CHUNK * 14 // 2)
     text = f"""#include "conv.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{

@@ -2,6 +2,9 @@
 // chunk of (tap, channel) steps at a time; see conv.h.
 #include "conv_common.h"
 #include "gemm_micro.h"
+#include "gemm_pairs.h"
+
+#include <type_traits>
 
 namespace {
 using namespace gc;
@@ -218,6 +221,29 @@ static bool in_place(const gc_conv_shape* s, const Pixels& p, Tap& tap, int64_t 
          tap.high + (c + kl - 1) * s->x_c < high;
 }
 
+// sums[mr][32] (+)= weights x rows for a chunk of kl steps, fp32.
+static void sum_chunk(int64_t mr, const float* a, const float* b, int64_t ldb, int64_t kl,
+                      float* sums, int64_t ld, bool add) {
+  for (int64_t k = 0; k < kl || k == 0; k += SUM)
+    MICRO[mr](a + k * mr, mr, b + k * ldb, ldb, min64(SUM, kl - k), sums, ld, add || k > 0);
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool HAVE_PAIRS = true;
+static void sum_pairs(int64_t mr, const float* a, const float* b, int64_t kl, float* sums, int64_t ld,
+                      bool add) {
+  PAIRS[mr]((const uint32_t*)(const void*)a, (const uint32_t*)(const void*)b, (kl + 1) / 2, sums, ld,
+            add);
+}
+static void make_pairs(const float* src, int64_t width, int64_t k, float* dst) {
+  pair_steps(src, width, k, (uint32_t*)(void*)dst);
+}
+#else
+constexpr bool HAVE_PAIRS = false;
+static void sum_pairs(int64_t, const float*, const float*, int64_t, float*, int64_t, bool) {}
+static void make_pairs(const float*, int64_t, int64_t, float*) {}
+#endif
+
 template <class T>
 static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, int64_t end) {
   const gc_conv_shape* s = (const gc_conv_shape*)args->imm;
@@ -230,6 +256,9 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
   const int64_t steps = min64(GC_CONV_CHUNK, depth) + 1;
   float* const chunk = (float*)args->scratch;
   float* const tile = chunk + s->group * steps * P;  // [rows][group * 32]
+  // bf16: weights and rows meet as pairs; those of a micro tile are made for each group of panels.
+  constexpr bool paired = HAVE_PAIRS && std::is_same<T, bf16>::value;
+  float* const pairs = tile + min64(s->oc, s->rows) * s->group * P;  // [steps / 2][mr]
   const int64_t extent =
       (s->images - 1) * s->x_n + (s->groups * s->c - 1) * s->x_c + plane;  // readable elements
   Pixels p[GC_CONV_MAX_GROUP];
@@ -259,16 +288,20 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
           b[q] = (const float*)(const void*)x + k0 % s->c * s->x_c + tap[q].start;
       } else {
         load_chunk(s, p, tap, count, x, low, high, k0, kl, chunk, steps * P);
-        for (int64_t q = 0; q < count; q++) b[q] = chunk + q * steps * P;
+        for (int64_t q = 0; q < count; q++) {
+          b[q] = chunk + q * steps * P;
+          if (paired) make_pairs(b[q], P, kl, chunk + q * steps * P);
+        }
         ldb = P;
       }
       for (int64_t t = t0; t < t1; t++) {
         const int64_t r = t * s->oc / tiles, mr = (t + 1) * s->oc / tiles - r;
         const float* a = weights + r * depth + k0 * mr;
+        if (paired) make_pairs(a, mr, kl, pairs);
         for (int64_t q = 0; q < count; q++) {
           float* const sums = tile + (r - r0) * ld + q * P;
-          for (int64_t k = 0; k < kl || k == 0; k += SUM)
-            MICRO[mr](a + k * mr, mr, b[q] + k * ldb, ldb, min64(SUM, kl - k), sums, ld, k0 + k > 0);
+          if (paired) sum_pairs(mr, pairs, b[q], kl, sums, ld, k0 > 0);
+          else sum_chunk(mr, a, b[q], ldb, kl, sums, ld, k0 > 0);
         }
       }
       k0 += kl;

@@ -13,7 +13,8 @@ GC_INLINE void widen(const f16* src, int64_t count, float* dst) {
   int64_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16)
-    _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(src + i))));
+    _mm512_storeu_ps(
+        dst + i, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)(src + i))));
 #elif defined(__F16C__)
   for (; i + 8 <= count; i += 8)
     _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(src + i))));

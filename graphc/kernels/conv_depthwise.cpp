@@ -56,25 +56,33 @@ static void fill_plane(const gc_conv_shape* s, const Plane& p, const T* x, float
   }
 }
 
-// R output rows of VL columns each: out[r * ld]. K x K taps known at compile time, or (K == 0) at
+// R output rows of V vectors each: out[r * ld]. K x K taps known at compile time, or (K == 0) at
 // run time; without dilation a loaded vector serves all rows it touches.
-template <int K, int S, int R>
+template <int K, int S, int R, int V>
 GC_INLINE void sum_rows(const gc_conv_shape* s, const Plane& p, const float* plane,
                         const float* weights, float bias, float* out, int64_t ld) {
   constexpr int STEP = S > 0 ? S : 1;
-  vf acc[R];
+  vf acc[R][V];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++) acc[r] = splat(bias);
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) acc[r][v] = splat(bias);
   if (K > 0) {
 #pragma GCC unroll 16
     for (int y = 0; y < (R - 1) * S + K; y++) {
 #pragma GCC unroll 8
       for (int x = 0; x < K; x++) {
-        const vf v = load<vf>(plane + y * p.row + x % STEP * p.phase + x / STEP);
+        const float* src = plane + y * p.row + x % STEP * p.phase + x / STEP;
+        vf in[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) in[v] = load<vf>(src + v * VL);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           const int ky = y - r * S;
-          if (ky >= 0 && ky < K) acc[r] += weights[ky * K + x] * v;
+          if (ky < 0 || ky >= K) continue;
+          const vf w = splat(weights[ky * K + x]);
+#pragma GCC unroll 2
+          for (int v = 0; v < V; v++) acc[r][v] += w * in[v];
         }
       }
     }
@@ -83,38 +91,51 @@ GC_INLINE void sum_rows(const gc_conv_shape* s, const Plane& p, const float* pla
       for (int64_t kx = 0; kx < s->kernel[2]; kx++) {
         const int64_t at = kx * s->dilation[2];
         const float* src = plane + ky * s->dilation[1] * p.row + at % p.phases * p.phase + at / p.phases;
-        const float w = weights[ky * s->kernel[2] + kx];
+        const vf w = splat(weights[ky * s->kernel[2] + kx]);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) acc[r] += w * load<vf>(src + r * s->stride[1] * p.row);
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+          for (int v = 0; v < V; v++)
+            acc[r][v] += w * load<vf>(src + r * s->stride[1] * p.row + v * VL);
       }
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++) store(out + r * ld, acc[r]);
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) store(out + r * ld + v * VL, acc[r][v]);
+}
+
+// One or four rows of the output, W columns.
+template <int K, int S, int R>
+static void sum_width(const gc_conv_shape* s, const Plane& p, const float* plane,
+                      const float* weights, float bias, float* out) {
+  const int64_t W = s->out[2];
+  if (W < VL) {
+    float narrow[R * VL];
+    sum_rows<K, S, R, 1>(s, p, plane, weights, bias, narrow, VL);
+    for (int r = 0; r < R; r++)
+      for (int64_t i = 0; i < W; i++) out[r * W + i] = narrow[r * VL + i];
+    return;
+  }
+  int64_t x = 0;
+  for (; x + 2 * VL <= W; x += 2 * VL)
+    sum_rows<K, S, R, 2>(s, p, plane + x, weights, bias, out + x, W);
+  for (; x < W; x += VL) {
+    const int64_t at = min64(x, W - VL);  // the last vector overlaps the one before
+    sum_rows<K, S, R, 1>(s, p, plane + at, weights, bias, out + at, W);
+  }
 }
 
 template <int K, int S>
 static void sum_plane(const gc_conv_shape* s, const Plane& p, const float* plane,
                       const float* weights, float bias, int64_t y0, int64_t rows, float* tile) {
-  const int64_t W = s->out[2];
-  float narrow[4 * VL];
   for (int64_t y = y0; y < y0 + rows;) {
     const float* base = plane + y * s->stride[1] * p.row;
-    float* out = tile + (y - y0) * W;
+    float* out = tile + (y - y0) * s->out[2];
     const bool four = y + 4 <= y0 + rows;
-    for (int64_t x = 0; x < W; x += VL) {
-      if (W < VL) {
-        const int n = four ? 4 : 1;
-        if (four) sum_rows<K, S, 4>(s, p, base, weights, bias, narrow, VL);
-        else sum_rows<K, S, 1>(s, p, base, weights, bias, narrow, VL);
-        for (int r = 0; r < n; r++)
-          for (int64_t i = 0; i < W; i++) out[r * W + i] = narrow[r * VL + i];
-        continue;
-      }
-      const int64_t at = min64(x, W - VL);  // the last vector overlaps the one before
-      if (four) sum_rows<K, S, 4>(s, p, base + at, weights, bias, out + at, W);
-      else sum_rows<K, S, 1>(s, p, base + at, weights, bias, out + at, W);
-    }
+    if (four) sum_width<K, S, 4>(s, p, base, weights, bias, out);
+    else sum_width<K, S, 1>(s, p, base, weights, bias, out);
     y += four ? 4 : 1;
   }
 }

@@ -494,9 +494,30 @@ class Broken(nn.Module):
         return x @ randn(3, 3)
 
 
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.add_(x)
+        return self.kept + 1
+
+
 @pytest.mark.parametrize(
     ("module", "what", "hint"),
     [
+        (Counter(), "found calls changed", "register_buffer"),
         (Branch(), "cannot be captured", "torch.where"),
         (Foreign(), "cannot be captured", "numpy"),
         (Noise(), "deterministic", "eval"),
@@ -512,6 +533,28 @@ def test_refusals_name_the_line_and_the_remedy(module: nn.Module, what: str, hin
     path, _, number = caught.value.where.rpartition(":")
     assert path.endswith("test_capture.py")
     assert line <= int(number) <= line + 4
+
+
+def test_a_tensor_that_changes_must_be_a_buffer() -> None:
+    with pytest.raises(CaptureError, match="mutated") as caught:
+        capture(Kept(), (randn(4, 5),), keep=KEEP)
+    assert "register_buffer" in caught.value.hint
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 1
+
+
+def test_a_counter_that_does_not_matter_is_left_alone() -> None:
+    module = Counted()
+    check(module, [(randn(3),), (randn(3),)])
+    assert module.calls == 0
 
 
 def test_missing_and_unknown_inputs() -> None:

@@ -34,6 +34,7 @@ from graphc.frontends.naming import (
     spread_names,
 )
 from graphc.frontends.ranges import narrow
+from graphc.frontends.side_effects import check_unchanged, plain_numbers, watched
 from graphc.frontends.trees import describe_tree
 from graphc.ir.graph import Graph
 
@@ -112,7 +113,10 @@ def capture(
         dynamic_shapes = dynamic_shapes.dynamic_shapes(module, args, keywords)
     asked = asked_dims(module, args, keywords, dynamic_shapes)
     plain = frozenset(a.name for a in asked.values() if not a.derived)
-    program, notes = _export(module, args, keywords, bound(dynamic_shapes, plain))
+    before = plain_numbers(module)
+    with watched(module) as after:
+        program, notes = _export(module, args, keywords, bound(dynamic_shapes, plain))
+    check_unchanged(module, before, after, *_examples(args, keywords))
     program = _decompose(program, keep)
     captured = _assemble(program, asked, notes, names=spread_names(module, args))
     graph, refused = lower_minimum(
@@ -176,9 +180,13 @@ def _is_constraint(error: Exception) -> bool:
 
 _REMEDIES = (
     (
-        ("GuardOnDataDependent", "data-dependent", "Data dependent"),
+        ("GuardOnDataDependent", "data-dependent", "Data dependent", "DataDependentOutput"),
         "the control flow depends on tensor values; use torch.where, bound the value with "
         "torch._check, or decide outside of the model",
+    ),
+    (
+        ("mutated in the forward",),
+        "register the tensor with register_buffer; buffers that change are states of the plan",
     ),
     (("onstraint", "specializ"), "give the dimension a smaller range, or leave it fixed"),
     (

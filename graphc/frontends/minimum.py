@@ -124,7 +124,7 @@ class _Probe:
                 found = traced(*calls[1][0], **calls[1][1])
         except Exception:  # the model itself refuses this length, or the traced code does
             return False
-        return _equal(expected, found)
+        return agree(expected, found)
 
     def _inputs(self, values: Mapping[sympy.Expr, int]) -> Any:
         leaves = list(self.leaves)
@@ -152,7 +152,8 @@ def _evaluate(dim: Dim, values: Mapping[sympy.Expr, int]) -> int:
         raise ValueError(f"{dim} is not known") from error
 
 
-def _equal(expected: Any, found: Any) -> bool:
+def agree(expected: Any, found: Any) -> bool:
+    """Whether two results are the same up to rounding: trees, shapes, dtypes and values."""
     left, right = pytree.tree_leaves(expected), pytree.tree_leaves(found)
     if len(left) != len(right):
         return False

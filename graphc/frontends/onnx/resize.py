@@ -174,7 +174,14 @@ def _scaled_size(node: OnnxNode, before: Any, scale: Any) -> tuple[Any, float | 
     if isinstance(before, int):
         return int(np.floor(np.float32(before) * np.float32(scale))), scale
     exact = Fraction(scale)
-    if exact.denominator > 64 or exact.numerator > 64 * exact.denominator:
+    inverse = round(1 / scale) if scale > 0 else 0
+    if inverse > 1 and np.float32(1 / inverse) == np.float32(scale):
+        # 1 / k in float32: for sizes below 2**23 the product floors to size // k, unless the
+        # rounding of the scale went down by so much that whole quotients come out too small
+        error = exact * inverse - 1
+        if error >= 0 or -error < Fraction(1, 1 << 25):
+            return before // inverse, scale
+    if exact.denominator > 64 or exact.numerator >= 1 << 16:
         raise node.refuse(f"Resize of a symbolic length by {scale} is not exact", "fix that length")
     return before * exact.numerator // exact.denominator, scale
 

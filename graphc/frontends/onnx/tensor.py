@@ -33,8 +33,7 @@ def gather(node: OnnxNode, x: Tensor, indices: Raw, *, axis: int = 0) -> Tensor:
     if isinstance(indices, Static) and not indices.shape:
         return torch.select(x, axis, indices.flat[0])
     where = [slice(None)] * axis + [node.tensor(indices)]
-    source = unsigned.as_signed(x)
-    return source[tuple(where)].view(x.dtype)
+    return unsigned.moved(x, lambda t: t[tuple(where)])
 
 
 @operator("GatherElements")

@@ -6,6 +6,8 @@ sums, products and bit operations need no care; order and division of uint64 do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from graphc.frontends.onnx.dtypes import WIDE_UNSIGNED
@@ -52,3 +54,8 @@ def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def as_signed(x: torch.Tensor) -> torch.Tensor:
     """The same bits as the signed type of the same width, for data movement."""
     return x.view(SIGNED_VIEW[x.dtype]) if x.dtype in SIGNED_VIEW else x
+
+
+def moved(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`function`, which only moves elements, on any dtype."""
+    return function(as_signed(x)).view(x.dtype) if x.dtype in SIGNED_VIEW else function(x)

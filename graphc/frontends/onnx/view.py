@@ -190,7 +190,7 @@ def expanded_sizes(sizes: list[int], shape: list[int]) -> list[int]:
 def tile(node: OnnxNode, x: Tensor, repeats: Ints) -> Tensor:
     if node.opset < 6:
         raise node.refuse("Tile before opset 6 is not supported")
-    return unsigned.as_signed(x).repeat(repeats).view(x.dtype)
+    return unsigned.moved(x, lambda t: t.repeat(repeats))
 
 
 @operator("Concat")

@@ -54,8 +54,8 @@ def _holds(guard: Guard, sizes: Mapping[sympy.Symbol, int]) -> bool:
     """False only if the guard is surely broken."""
     try:
         answer = guard.condition.xreplace({s: sympy.Integer(n) for s, n in sizes.items()})
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError):
-        return True
+    except (ValueError, ZeroDivisionError):
+        return False  # the guard itself has no meaning at these sizes
     return answer not in (False, sympy.false)
 
 

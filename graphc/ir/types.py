@@ -97,7 +97,7 @@ def is_row_major(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
             return True
         if isinstance(dim, int) and dim == 1:
             continue
-        if not same(stride, expected):
+        if not same(stride, expected) and not same(_unclamped(stride), expected):
             return False
         expected = as_dim(expected * dim)
     return True
@@ -120,6 +120,19 @@ def is_dense(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
         symbolic.remove(found)
         expected = as_dim(expected * shape[found])
     return True
+
+
+@lru_cache(maxsize=100_000)
+def _unclamped(stride: Dim) -> Dim:
+    """The stride without the max(1, size) that torch writes where a size may be 0: a tensor that
+    has such a size has no elements, so that its strides mean nothing."""
+    if isinstance(stride, int):
+        return stride
+    from torch.utils._sympy.functions import Max
+
+    clamps = {m: max(m.args, key=lambda a: not a.is_number) for m in stride.atoms(Max)
+              if len(m.args) == 2 and sympy.Integer(1) in m.args}  # fmt: skip
+    return as_dim(stride.xreplace(clamps))
 
 
 @lru_cache(maxsize=100_000)

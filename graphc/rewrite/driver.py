@@ -13,7 +13,7 @@ from graphc.errors import InternalError, NumericsError
 from graphc.ir.graph import Graph, Node
 from graphc.ir.run import Outcome, evaluate, run
 from graphc.ir.text import print_graph
-from graphc.ir.types import UNBOUNDED, TensorType, itemsize
+from graphc.ir.types import UNBOUNDED, Dim, TensorType, itemsize
 from graphc.ir.verify import verify as check
 from graphc.report import PassRecord
 from graphc.rewrite.numerics import Difference, Samples, compare, runnable, tolerance
@@ -137,7 +137,8 @@ def _work(graph: Graph, limits: Mapping[str, int]) -> tuple[int, int]:
         bound = info.maximum if info.maximum < UNBOUNDED else _LENGTH
         sizes[info.expr] = limits.get(info.name, min(bound, _LENGTH))
     computing = [n for n in graph.nodes if not is_view(n)]
-    return len(computing), sum(_bytes(n, sizes) for n in computing)
+    known: dict[Dim, int] = {}
+    return len(computing), sum(_bytes(n, sizes, known) for n in computing)
 
 
 def is_view(node: Node) -> bool:
@@ -146,11 +147,16 @@ def is_view(node: Node) -> bool:
     return bool(returns) and all(r.alias_info is not None for r in returns)
 
 
-def _bytes(node: Node, sizes: Mapping[sympy.Symbol, int]) -> int:
+def _bytes(node: Node, sizes: Mapping[sympy.Symbol, int], known: dict[Dim, int]) -> int:
     total = 0
     for value in node.outputs:
         if isinstance(value.type, TensorType):
-            total += int(evaluate(value.type.numel(), sizes)) * itemsize(value.type.dtype)
+            count = itemsize(value.type.dtype)
+            for dim in value.type.shape:
+                if dim not in known:
+                    known[dim] = int(evaluate(dim, sizes))
+                count *= known[dim]
+            total += count
     return total
 
 

@@ -12,34 +12,26 @@ page that may not be read.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import mmap
-import os
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
 
 from graphc.lowering.context import RULES, Dim, Epilogue, Unit, View
+from tests.kernel_build import (
+    KERNELS,
+    Memory,
+    available_isas,
+    before_a_forbidden_page,
+    build,
+    call,
+    isa_flags,
+)
 
-KERNELS = Path(__file__).resolve().parents[1] / "graphc" / "kernels"
-COMMON_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-    "-Wall",
-]
+__all__ = ["available_isas", "build", "call", "isa_flags", "lower", "run_rule"]
+
 C_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -52,145 +44,6 @@ C_TYPES = {
     torch.int64: "int64_t",
     torch.bool: "bool",
 }
-GUARD = 256  # canary bytes before and after each buffer we allocate
-CANARY = 0xA5
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """Feature names of the CPU as Linux prints them."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
-
-
-def isa_flags(isa: str) -> list[str]:
-    """Compiler flags of an ISA level ("avx512", "avx2", "portable")."""
-    if isa == "portable":
-        return ["-march=x86-64"]
-    if isa == "avx2":
-        return ["-march=x86-64-v3"]
-    extra = [f"-m{name.replace('_', '')}" for name in ("avx512_bf16", "avx512_vnni")
-             if name in cpu_flags()]  # fmt: skip
-    return ["-march=x86-64-v4", *extra]
-
-
-def available_isas() -> tuple[str, ...]:
-    """The levels this machine can execute, fastest first."""
-    needs = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma"}}
-    return tuple(i for i in ("avx512", "avx2", "portable") if needs.get(i, set()) <= cpu_flags())
-
-
-@cache
-def _headers_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(KERNELS.glob("*.h")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _compile(command: list[str], target: Path) -> None:
-    if target.exists():
-        return
-    partial = target.with_suffix(f".{os.getpid()}.tmp")
-    done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-    partial.replace(target)
-
-
-@cache
-def _library(units: tuple[Unit, ...], isa: str) -> ctypes.CDLL:
-    folder = Path(tempfile.gettempdir()) / f"graphc-kernel-tests-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
-    flags = [*COMMON_FLAGS, *isa_flags(isa), f"-I{KERNELS}"]
-    compiler = os.environ.get("CXX", "g++")
-    objects = []
-    for unit in units:
-        text = "\0".join([compiler, *flags, _headers_digest(), unit.source])
-        stem = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
-        source = stem.with_suffix(".cpp")
-        if not source.exists():
-            source.write_text(unit.source)
-        _compile([compiler, *flags, "-c", str(source)], stem.with_suffix(".o"))
-        objects.append(str(stem.with_suffix(".o")))
-    name = hashlib.sha256("\0".join(objects).encode()).hexdigest()[:32]
-    target = folder / f"{name}.so"
-    _compile([compiler, "-shared", *objects], target)
-    return ctypes.CDLL(str(target))
-
-
-def build(units: Sequence[Unit], isa: str) -> ctypes.CDLL:
-    """Compiles the units (each once per content and ISA) and links them into one library."""
-    return _library(tuple(dict.fromkeys(units)), isa)
-
-
-class _Args(ctypes.Structure):
-    _fields_ = [("ptr", ctypes.c_void_p), ("imm", ctypes.c_void_p), ("scratch", ctypes.c_void_p)]
-
-
-def call(
-    library: ctypes.CDLL,
-    symbol: str,
-    pointers: Sequence[int | torch.Tensor],
-    immediates: Sequence[int],
-    pieces: Sequence[tuple[int, int]],
-    scratch: int = 0,
-) -> None:
-    """Calls one kernel over the given half-open ranges; `scratch` is in bytes."""
-    addresses = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in pointers]
-    table = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
-    numbers = (ctypes.c_int64 * max(1, len(immediates)))(*immediates)
-    function = getattr(library, symbol)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    function.restype = None
-    for begin, end in pieces:
-        memory = Memory(scratch)
-        args = _Args(
-            ctypes.cast(table, ctypes.c_void_p),
-            ctypes.cast(numbers, ctypes.c_void_p),
-            ctypes.c_void_p(memory.address),
-        )
-        function(ctypes.byref(args), begin, end)
-        memory.check(f"scratch of {symbol}")
-
-
-class Memory:
-    """A 64-byte aligned block of NaN bytes between canaries."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.raw = torch.full((nbytes + 2 * GUARD + 64,), CANARY, dtype=torch.uint8)
-        self.start = GUARD + (-(self.raw.data_ptr() + GUARD)) % 64
-        self.address = self.raw.data_ptr() + self.start
-        self.raw[self.start : self.start + nbytes] = 0xFF
-
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        return self.raw[self.start : self.start + self.nbytes].view(dtype).view(tuple(shape))
-
-    def check(self, what: str) -> None:
-        before, after = self.raw[: self.start], self.raw[self.start + self.nbytes :]
-        if not bool((before == CANARY).all()) or not bool((after == CANARY).all()):
-            raise AssertionError(f"{what}: written out of bounds")
-
-
-def before_a_forbidden_page(tensor: torch.Tensor) -> tuple[int, object]:
-    """A copy of a dense tensor that ends where readable memory ends: reading past it crashes.
-
-    Gives its address and an object that keeps it alive.
-    """
-    nbytes = tensor.numel() * tensor.element_size()
-    page = mmap.PAGESIZE
-    room = -(-max(nbytes, 1) // page) * page
-    area = mmap.mmap(-1, room + page)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if libc.mprotect(start + room, page, 0):
-        raise OSError(ctypes.get_errno(), "mprotect")
-    ctypes.memmove(start + room - nbytes, tensor.data_ptr(), nbytes)
-    return start + room - nbytes, area
 
 
 @dataclass(frozen=True)

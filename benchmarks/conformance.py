@@ -46,6 +46,7 @@ class Compiled:
         kwargs: Mapping[str, Any],
         dynamic_shapes: Any = None,
     ) -> None:
+        self.module = module
         self.folder = Path(tempfile.mkdtemp(prefix="graphc-conformance-"))
         try:
             self.captured = capture(module, args, kwargs, dynamic_shapes, keep=native_operators())
@@ -61,9 +62,11 @@ class Compiled:
                 print(f"  fallback {item.target}: {item.reason}", file=sys.stderr)
 
     def _bucket(self) -> list[str]:
-        """One bucket: every free length up to eight times its example."""
+        """One bucket: every free length up to eight times its example, or to 2048 if there are
+        few of them."""
         symbols = [s for s in self.captured.graph.symbols.values() if not s.data]
-        limits = [f"{s.name}={min(s.maximum, max(s.minimum, 8 * s.hint, 64))}" for s in symbols]
+        least = 2048 if len(symbols) <= 2 else 64
+        limits = [f"{s.name}={min(s.maximum, max(s.minimum, 8 * s.hint, least))}" for s in symbols]
         return [",".join(limits)] if limits else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +78,9 @@ class Compiled:
         return result
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The states as torch tensors, by buffer name."""
-        return {k: torch.from_numpy(v.copy()) for k, v in self.session.states.items()}
+        """The module's own state dict, with the states of the session in it."""
+        states = {k: torch.from_numpy(v.copy()) for k, v in self.session.states.items()}
+        return {**self.module.state_dict(), **states}
 
     def close(self) -> None:
         """Removes the plan."""

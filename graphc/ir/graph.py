@@ -159,6 +159,7 @@ class Builder:
         self._names: set[str] = {node.name for node in graph.nodes}
         self._names |= {v.name for v in (*graph.inputs, *graph.weights, *graph.states)}
         self._counter = 0
+        self._uses: dict[Value, list[Node]] | None = None
         #: source line that calls without one of their own are given
         self.location = ""
 
@@ -174,6 +175,12 @@ class Builder:
         """From now on `old` is spelled `new`."""
         if old is not new:
             self._map[old] = new
+
+    def readers(self, value: Value) -> list[Node]:
+        """Nodes of the old graph that read `value`."""
+        if self._uses is None:
+            self._uses = self.graph.uses()
+        return self._uses.get(value, [])
 
     def fresh(self, stem: str) -> str:
         """An unused node name starting with `stem`."""

@@ -16,6 +16,7 @@ from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import Dim, as_dim, product
 
 aten = torch.ops.aten
+_PACKED = (torch.float32, torch.float16, torch.bfloat16)
 Expansion = Callable[[Builder, Node], Sequence[Value] | None]
 EXPANSIONS: dict[str, Expansion] = {}
 
@@ -302,6 +303,29 @@ def _pad(b: Builder, node: Node) -> Sequence[Value] | None:
     value = node.argument("value")
     fill = 0.0 if value is None else value
     return [b.call1(aten.constant_pad_nd.default, node.args[0], node.args[1], fill)]
+
+
+@expansion("embedding.default")
+def _tied_embedding(b: Builder, node: Node) -> Sequence[Value] | None:
+    """A table that is also the weight of a product is stored once, in the product's panels
+    [N/32, K, 32] (or [N/32, K/2, 32, 2]): row n is read at panel n // 32, lane n % 32."""
+    from graphc.lowering.templates.pack import PANEL, pack_weight
+
+    table = node.args[0]
+    weight = b.graph.weights.get(table)
+    if weight is None or weight.dim() != 2 or weight.dtype not in _PACKED:
+        return None
+    if not any(n.target == "aten.linear.default" and n.args[1] is table for n in b.readers(table)):
+        return None
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
+        return None
+    index = b.of(node.args[1])
+    packed = b.weight(table.name, pack_weight(weight)[0])
+    rows = b.call1(aten.transpose.int, packed, 1, 2)
+    panel = b.call1(aten.bitwise_right_shift.Tensor_Scalar, index, PANEL.bit_length() - 1)
+    lane = b.call1(aten.bitwise_and.Scalar, index, PANEL - 1)
+    found = b.call1(aten.index.Tensor, rows, (panel, lane))
+    return [b.call1(aten.view.default, found, tuple(node.outputs[0].type.shape))]
 
 
 @expansion("einsum.default")

@@ -34,8 +34,6 @@ def result_parts(node: Node) -> tuple[int, int, int] | None:
         return (1, 1, 1)
     if node.target == "aten.matmul.default":
         return (rank - 2, 1, 1) if rank >= 2 else None
-    if name == "scaled_dot_product_attention":
-        return (rank - 2, 1, 1)
     if name.startswith(("conv", "_convolution")):
         # rows are channels, columns are pixels; an unbatched input has no batch dim
         spatial = len(node.args[1].type.shape) - 2

@@ -66,6 +66,7 @@ class Lowering:
         self._constant_ids: dict[str, View] = {}
         self._result_buffers: dict[Value, View] = {}
         self._headers: dict[str, str] = {}
+        self._fused_behind = False  # the current rule took its group's epilogue
 
     # -- driver -------------------------------------------------------------------------------
 
@@ -86,10 +87,30 @@ class Lowering:
             for target, value in table.items():
                 if root(value, self.grouping.kinds) is not target or value is not target:
                     self._copy(self.view(value), self.memory[target])
+        self._drop_unused_constants()
         return Lowered(
             graph, self.buffers, self.steps, self.constants, results, types, self.fallbacks,
             self.fused, self.copies,
         )  # fmt: skip
+
+    def _drop_unused_constants(self) -> None:
+        """Weights that only their packed form is read of need no place in the plan."""
+        used: set[int] = set()
+        for step in self.steps:
+            if isinstance(step, KernelStep):
+                used.update(step.reads, step.writes, (v.buffer for v in step.pointers))
+            else:
+                used.update(step.reads)
+        kept: list[ConstantInfo] = []
+        for number, info in enumerate(self.buffers):
+            if info.kind != "weight":
+                continue
+            if number in used:
+                kept.append(self.constants[info.index])
+                info.index = len(kept) - 1
+            else:
+                info.index, info.nbytes = 0, 0
+        self.constants = kept
 
     def _buffer(self, kind: str, index: int, type_: TensorType, name: str) -> View:
         shape = type_.shape
@@ -230,6 +251,7 @@ class Lowering:
     def _node(self, node: Node, group: Group) -> None:
         """A template; if its rule refuses, torch does it and the epilogue becomes a loop."""
         mark = (len(self.steps), len(self.buffers), len(self.constants), dict(self.memory))
+        self._fused_behind = False
         try:
             RULES[node.target](self, node)
         except Refuse as refusal:
@@ -240,7 +262,7 @@ class Lowering:
             for value in node.outputs:
                 if value not in self.memory and value in self._stored(group):
                     raise InternalError(f"the rule for {node.target} made no {value.name}")
-            if group.anchor is not None:
+            if self._fused_behind:
                 if len(group.members) > 1:
                     names = tuple(m.name for m in group.members)
                     self.fused.append((node.name, names))
@@ -454,6 +476,7 @@ class Lowering:
         """The fused elementwise chain behind a product, as a gc_epilogue."""
         group = self.current
         assert group is not None
+        self._fused_behind = group.anchor is node
         result = node.outputs[0]
         if group.anchor is not node:
             group = Group(-1, [d for d in result.type.shape if d != 1], anchor=node, members=[node])

@@ -125,13 +125,20 @@ def is_dense(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
 @lru_cache(maxsize=100_000)
 def _unclamped(stride: Dim) -> Dim:
     """The stride without the max(1, size) that torch writes where a size may be 0: a tensor that
-    has such a size has no elements, so that its strides mean nothing."""
+    has such a size has no elements, so that its strides mean nothing. A minimum whose smaller side
+    is known is that side."""
     if isinstance(stride, int):
         return stride
-    from torch.utils._sympy.functions import Max
+    from torch.utils._sympy.functions import Max, Min
 
-    clamps = {m: max(m.args, key=lambda a: not a.is_number) for m in stride.atoms(Max)
-              if len(m.args) == 2 and sympy.Integer(1) in m.args}  # fmt: skip
+    clamps: dict[sympy.Expr, sympy.Expr] = {}
+    for found in stride.atoms(Max):
+        if len(found.args) == 2 and sympy.Integer(1) in found.args:
+            clamps[found] = max(found.args, key=lambda a: not a.is_number)
+    for found in stride.atoms(Min):
+        for least in found.args:
+            if all((other - least).is_nonnegative for other in found.args):
+                clamps[found] = least
     return as_dim(stride.xreplace(clamps))
 
 

@@ -13,7 +13,7 @@ import torch
 from graphc.errors import InternalError
 from graphc.ir.graph import Graph, Node, Value, has_effect
 from graphc.ir.infer import TypeContext
-from graphc.ir.parse import agree
+from graphc.ir.parse import agree, looks
 from graphc.ir.types import TensorType
 
 LEVELS = ("traced", "fused")
@@ -161,7 +161,7 @@ def _types(graph: Graph, level: str, trusted: frozenset[Node]) -> None:
             continue
         inferred = context.infer(node.op, node.args, node.kwargs)
         for value, found in zip(node.outputs, inferred, strict=True):
-            if not agree(value.type, found):
+            if not agree(value.type, found, strides=looks(node.op)):
                 what = f"carries {value.type}, inferred {found}"
                 raise IllegalGraph(level, "types", node, what)
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -242,6 +243,7 @@ _CHECKED = frozenset(
 )  # fmt: skip
 
 
+@lru_cache(maxsize=4)  # torch makes a table of a thousand entries anew each time
 def decompositions(keep: frozenset[str]) -> dict[Any, Any]:
     """torch's decomposition table without the operators that graphc lowers itself."""
     table = torch.export.default_decompositions()

@@ -184,7 +184,8 @@ def load_onnx(
     if base_dir is None and isinstance(source, (str, Path)):
         base_dir = Path(source).resolve().parent
     if not model.HasField("graph"):
-        raise UsageError("an ONNX model without a graph", hint="the file is damaged")
+        where = str(source) if isinstance(source, (str, Path)) else ""
+        raise UsageError("expected an ONNX model, found no graph in it", where=where, hint="the file is damaged")
     if model.functions:
         model = _inline_functions(model)
     return OnnxModule(model, base_dir, dict(fixed or {})).eval()

@@ -31,6 +31,7 @@ from graphc.ir.types import (
     symbol,
     tensor_type,
     torch_dtype,
+    unclamped,
 )
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -264,7 +265,7 @@ def agree(one: Type, other: Type, *, strides: bool = True) -> bool:
     if not strides or (one.strides is None and other.strides is None):
         return True
     pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(d == 1 or equal(a, b) for d, a, b in pairs)
+    return all(d == 1 or equal(unclamped(a), unclamped(b)) for d, a, b in pairs)
 
 
 #: sizes at which expressions are compared that sympy can't bring into one form

@@ -97,7 +97,7 @@ def is_row_major(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
             return True
         if isinstance(dim, int) and dim == 1:
             continue
-        if not same(stride, expected) and not same(_unclamped(stride), expected):
+        if not same(stride, expected) and not same(unclamped(stride), expected):
             return False
         expected = as_dim(expected * dim)
     return True
@@ -123,7 +123,7 @@ def is_dense(shape: Sequence[Dim], strides: Sequence[Dim]) -> bool:
 
 
 @lru_cache(maxsize=100_000)
-def _unclamped(stride: Dim) -> Dim:
+def unclamped(stride: Dim) -> Dim:
     """The stride without the max(1, size) that torch writes where a size may be 0: a tensor that
     has such a size has no elements, so that its strides mean nothing. A minimum whose smaller side
     is known is that side."""

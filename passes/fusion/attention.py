@@ -16,6 +16,7 @@ import torch
 
 from graphc.errors import InternalError
 from graphc.ir.graph import Builder, Graph, Node, Value
+from graphc.ir.types import product, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import is_cast, operand, packet_of, rank
 from passes.fusion.attention_scores import Additive, Scores, Selective, read_scores
@@ -85,6 +86,8 @@ class _Attention(Rule[_Found]):
             query.type.shape[:-2], value.type.shape[:-2]
         ):
             return Refused("values are broadcast over batch or heads")
+        if not same(product(scores.batch), product(query.type.shape[:-2])):
+            return Refused("the mask adds batch or heads that the queries do not have")
         for mask in scores.masks:
             refused = self._mask(mask, query, facts)
             if refused is not None:

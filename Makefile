@@ -6,8 +6,6 @@ PY     := $(VENV)/bin/python
 GRAPHC := $(VENV)/bin/graphc
 STAMP  := $(VENV)/.installed
 
-# where Linux gets the CPU build of torch (constraints.txt pins "+cpu"); asked for torch alone
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 # one OpenMP thread: the tests compare single-threaded kernels, and two pools fight over few cores
@@ -23,7 +21,6 @@ venv: $(STAMP) ## set up .venv with graphc and its tools (VENV=... for another p
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
 	$(PIP_INSTALL) -e ".[dev,hf,bench]"
 	touch $@
 

@@ -6,6 +6,7 @@ what torch.export knows only in its guards.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -75,17 +76,30 @@ class _Opaque(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+#: loggers that comment on what torch.export then raises, and the levels that nobody chose
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
+_UNSET = (logging.NOTSET, logging.WARNING)
+
+
 @contextmanager
 def _tracing() -> Iterator[None]:
     """Settings under which a module is traced: no fused eager fast paths, no warnings."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    # torch logs a traceback of its own before it raises; ours names the user's line. A level that
+    # the user set (TORCH_LOGS) stays
+    quiet = [log for log in map(logging.getLogger, _LOGGERS) if log.level in _UNSET]
+    levels = [log.level for log in quiet]
+    for log in quiet:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        for log, level in zip(quiet, levels, strict=True):
+            log.setLevel(level)
 
 
 def capture(

@@ -63,8 +63,11 @@ def _known(name: str, names: Sequence[str]) -> str:
     plain = name.replace("-", "_")
     if plain in names:
         return plain
-    close = difflib.get_close_matches(plain, names, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(close)}?" if close else f"passes: {', '.join(names)}"
+    known = list(dict.fromkeys(names))  # a pass may stand in the pipeline more than once
+    close = difflib.get_close_matches(plain, known, n=3, cutoff=0.5)
+    hint = f"passes: {', '.join(known)}"
+    if close:
+        hint = f"did you mean {', '.join(close)}?"
     raise UsageError(f"expected a pass, found {name!r}", hint=hint)
 
 

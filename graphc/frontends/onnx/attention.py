@@ -89,7 +89,7 @@ def attention(
         lengths = nonpad_kv_seqlen.reshape(-1, 1, 1, 1)
         mask = joined_mask(mask, torch.arange(k.shape[2]) < lengths)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    grouped = q.shape[1] != k.shape[1]
+    grouped = int(q.shape[1]) != int(k.shape[1])  # head counts are never symbolic
     if softcap == 0.0 and not node.wants(3) and not _other_precision(node, softmax_precision, q):
         if mask is not None and mask.ndim < 2:
             mask = mask.expand(q.shape[2], k.shape[2])

@@ -16,7 +16,7 @@ import torch
 from graphc.frontends.onnx.dtypes import torch_dtype
 from graphc.frontends.onnx.graph import OnnxNode
 from graphc.frontends.onnx.registry import static
-from graphc.frontends.onnx.values import Ratio, Static, decided, statically_true
+from graphc.frontends.onnx.values import Ratio, Static, choose, decided, statically_true
 
 
 def array_of(items: list[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -93,7 +93,7 @@ def _integer_div(a: Any, b: Any) -> Any:
     if isinstance(b, int) and b == 1:
         return a
     if statically_true(b > 0):
-        return torch.sym_ite(a >= 0, a // b, -((-a) // b))
+        return choose(a >= 0, a // b, -((-a) // b))
     return NotImplemented
 
 
@@ -261,7 +261,7 @@ def where(node: OnnxNode, condition: Static, a: Static, b: Static) -> Any:
             return left if c else right
         if not (is_whole(left) and is_whole(right)):
             return NotImplemented
-        return torch.sym_ite(c, whole(left), whole(right))
+        return choose(c, whole(left), whole(right))
 
     mapped = _map(function, condition.items, a.items, b.items)
     return NotImplemented if mapped is None else Static(mapped, a.dtype)
@@ -287,7 +287,7 @@ def converted(x: Static, dtype: torch.dtype) -> Any:
         if dtype == torch.bool:
             return item if isinstance(item, torch.SymBool) else _settled(item != 0)
         if isinstance(item, torch.SymBool):
-            return torch.sym_ite(item, 1, 0)
+            return choose(item, 1, 0)
         if isinstance(item, Ratio):
             return item if dtype.is_floating_point else item.truncate()
         if isinstance(item, torch.SymInt):

@@ -188,6 +188,14 @@ def decided(condition: Any) -> bool | None:
     return False if statically_true(torch.sym_not(condition)) else None
 
 
+def choose(condition: Any, a: Any, b: Any) -> Any:
+    """`a` if `condition` (bool or SymBool) holds, else `b`; numbers alone make it a guard."""
+    known = decided(condition)
+    if known is None and isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return torch.sym_ite(condition, a, b)
+    return a if (bool(condition) if known is None else known) else b
+
+
 def int_items(value: Value, where: str, what: str) -> list[Any]:
     """The elements of an integer value as ints and SymInts; a data-dependent tensor is read.
 
@@ -208,7 +216,7 @@ def _whole(item: Any, where: str, what: str) -> Any:
     if isinstance(item, Ratio):
         raise UnsupportedError(f"{what} is a fraction of a symbolic length", where=where)
     if isinstance(item, torch.SymBool):
-        return torch.sym_ite(item, 1, 0)
+        return choose(item, 1, 0)
     return int(item) if isinstance(item, (bool, float)) else item
 
 

@@ -23,6 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.shapes": GROUND | {"graphc.shapes_reader"},
     "graphc.shapes_reader": GROUND,
     "graphc.store": GROUND,
+    "graphc.builder": IR
+    | {
+        "graphc", "graphc.frontends", "graphc.lowering", "graphc.plan", "graphc.plan_io",
+        "graphc.report", "graphc.shapes", "graphc.store", "graphc.toolchain",
+    },
     "graphc.ir": GROUND,
     "graphc.ops": IR,
     "graphc.dsl": IR | {"graphc.ops"},

@@ -19,6 +19,7 @@ from graphc.frontends.capture import Captured
 from graphc.ir.graph import Graph
 from graphc.ir.types import UNBOUNDED, TensorType
 from graphc.lowering.context import Unit
+from graphc.lowering.index_ranges import index_ranges
 from graphc.lowering.lower import lower
 from graphc.lowering.program import Expressions, Planner, build_program, evaluate
 from graphc.lowering.steps import KernelStep, Lowered
@@ -220,6 +221,7 @@ class _Build:
             files={},
             uses_torch=any(not isinstance(s, KernelStep) for s in lowered.steps),
             positional_names=list(captured.positional_names),
+            ranges=index_ranges(graph),
         )
 
     def _report(

@@ -207,3 +207,5 @@ class Plan(msgspec.Struct, frozen=True):
     files: dict[str, str]
     uses_torch: bool  # some Step is a fallback
     positional_names: list[str] = []  # parameter name of each positional argument
+    ranges: list[tuple[int, int, int, str]] = []  # (integer input, lowest value, one past the
+    # highest, what it is): inputs used as indices, checked at the boundary

@@ -203,7 +203,10 @@ def test_length_above_the_largest_bucket(built: Path, capsys: pytest.CaptureFixt
 
 def test_index_out_of_range(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not a crash and not silent garbage."""
-    fails(capsys, 8, "run", built, "--input", "ids=randint:16:17:1x4")
+    text = fails(capsys, 8, "run", built, "--input", "ids=randint:16:17:1x4")
+    assert "'ids'" in text and "expected values from 0 to 15" in text and "found 16" in text
+    text = fails(capsys, 8, "run", built, "--input", "ids=randint:-1:0:1x4")
+    assert "found -1 at [0, 0]" in text and f"net.py:{line_of('return torch.tanh')}" in text
 
 
 def test_expectation_not_met(

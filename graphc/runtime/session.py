@@ -23,6 +23,7 @@ from graphc.runtime.execution import Execution, Natives
 from graphc.runtime.machine import check_machine, default_threads
 from graphc.runtime.native import Library, load_library
 from graphc.runtime.pool import MappedFile
+from graphc.runtime.ranges import check_ranges
 from graphc.runtime.states import States
 from graphc.runtime.tensors import Bound, Input
 
@@ -112,12 +113,14 @@ class Session:
         result containers with new tensors: torch if `as_torch` or any input is torch, else numpy.
 
         Raises InputRejectedError (dtype, rank, size, range, guard or scalar differs from what the
-        plan was built for). Nothing ran then, unless the plan has a size that depends on data and
+        plan was built for, or an index is outside of its table). Nothing ran then, unless the plan has a size that depends on data and
         that size is rejected: states may have changed up to there.
         """
         with self._lock:
             leaves = self._binder.bind(args, kwargs)
             bound = [slot.bind(leaf) for slot, leaf in zip(self._slots, leaves, strict=True)]
+            if self.plan.ranges:
+                check_ranges(self.plan, bound)
             if self.plan.mutated_inputs:
                 self._separate(bound)
             shapes = tuple([b.shape for b in bound])

@@ -1,0 +1,95 @@
+"""Which inputs are used as indices, and the values they may have.
+
+A kernel reads a valid element for an index outside its dimension, where torch raises: the check
+belongs to the boundary, where it costs one pass over the input. Here is found what to check there;
+indices that the graph itself computes are not covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from graphc.ir.graph import Graph, Node, Value
+
+Found = Iterator[tuple[Value, int, int]]  # index, lowest and one past the highest value allowed
+
+#: operators whose result has exactly the elements of their operand, whatever its arrangement
+SAME_ELEMENTS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_to_copy.default", "alias.default", "clone.default", "contiguous.default",
+        "detach.default", "expand.default", "permute.default", "reshape.default",
+        "squeeze.default", "squeeze.dim", "squeeze.dims", "t.default", "to.dtype",
+        "transpose.int", "unsqueeze.default", "_unsafe_view.default", "view.default",
+    )
+)  # fmt: skip
+#: casts to these keep any index that is worth checking
+WIDE = ("int32", "int64")
+
+
+def index_ranges(graph: Graph) -> list[tuple[int, int, int, str]]:
+    """(input, lowest, highest + 1, what it is an index of) of each input that is used as an index,
+    as it is or rearranged, over a dimension of static size."""
+    position = {value: k for k, value in enumerate(graph.inputs)}
+    found: dict[tuple[int, int, int], str] = {}
+    for node in graph.nodes:
+        rule = _RULES.get(node.target)
+        for value, low, end in rule(node) if rule is not None else ():
+            source = position.get(_source(value), -1)
+            if source >= 0:
+                name = node.target.removeprefix("aten.").split(".")[0]
+                text = f"an index of {name}" + (f" at {node.location}" if node.location else "")
+                found.setdefault((source, low, end), text)
+    return [(*key, text) for key, text in found.items()]
+
+
+def _source(value: Value) -> Value:
+    """The value that `value` is a rearrangement of."""
+    while value.producer is not None and value.producer.target in SAME_ELEMENTS:
+        if value.type.dtype not in WIDE:
+            break
+        value = value.producer.argument("self")
+    return value
+
+
+def _static(size: object) -> bool:
+    return isinstance(size, int) and size > 0
+
+
+def _embedding(node: Node) -> Found:
+    size = node.argument("weight").type.shape[0]
+    if _static(size):
+        yield node.argument("indices"), 0, size
+
+
+def _along(node: Node) -> Found:
+    """index_select, gather: one dimension, no negative indices."""
+    shape, dim = node.argument("self").type.shape, node.argument("dim")
+    if shape and isinstance(dim, int) and _static(shape[dim]):
+        yield node.argument("index"), 0, shape[dim]
+
+
+def _index(node: Node) -> Found:
+    """index, index_put: one index a dimension; negative ones count from the end."""
+    shape, indices = node.argument("self").type.shape, node.argument("indices")
+    given = [i for i in indices if isinstance(i, Value)]
+    if any(i.type.dtype in ("bool", "uint8") for i in given):
+        return  # a mask may span several dimensions
+    for size, value in zip(shape, indices, strict=False):
+        if isinstance(value, Value) and _static(size):
+            yield value, -size, size
+
+
+_RULES: dict[str, Callable[[Node], Found]] = {
+    "aten.embedding.default": _embedding,
+    "aten.index_select.default": _along,
+    "aten.gather.default": _along,
+    "aten.scatter.src": _along,
+    "aten.scatter.value": _along,
+    "aten.scatter_add.default": _along,
+    "aten.index_add.default": _along,
+    "aten.index_copy.default": _along,
+    "aten.index.Tensor": _index,
+    "aten._unsafe_index.Tensor": _index,
+    "aten.index_put.default": _index,
+}

@@ -4,6 +4,7 @@
 #pragma once
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "num.h"
 
@@ -11,6 +12,7 @@
 
 namespace gc {
 
+GC_INLINE uint64_t f64_to_bits(double d) { uint64_t u; memcpy(&u, &d, 8); return u; }
 GC_INLINE float pow2i(int32_t n) { return bits_to_f32((uint32_t)(n + 127) << 23); }
 
 GC_INLINE float vexp(float x) {
@@ -40,7 +42,7 @@ GC_INLINE float vexpm1(float x) {
   p = p * x + 0.5f;
   float small = p * (x * x) + x;
   float big = vexp(x) - 1.0f;
-  return (x < 0.5f && x > -0.5f) ? small : big;
+  return (x < 0.5f && x > -0.5f) ? copysignf(small, x) : big;  // -0 stays -0
 }
 
 GC_INLINE float vlog(float x) {
@@ -89,9 +91,8 @@ GC_INLINE float vtanh(float x) {
   p = p * u - 0.33333333149374506f;
   float small = p * (u * x) + x;
   float big = 1.0f - 2.0f / (vexp(2.0f * a) + 1.0f);
-  big = copysignf(big, x);
   float r = a < 0.6324f ? small : big;
-  return x != x ? x : r;
+  return x != x ? x : copysignf(r, x);
 }
 
 // absolute error below 2e-7, at most 3 ulp
@@ -116,19 +117,20 @@ GC_INLINE float verf(float x) {
   q = q * c - 0.6308045695403662f;
   q = q * c - 1.1307512258643186f;
   q = q * c + 0.00043312918486047614f;
-  float big = copysignf(1.0f - vexp(q), x);
+  float big = 1.0f - vexp(q);
   float r = a < 1.0f ? small : big;
-  return x != x ? x : r;
+  return x != x ? x : copysignf(r, x);
 }
 
-// argument reduction in double: exact for |x| up to 2^31 quarter turns
+// argument reduction in double, for |x| up to 3e15 (2^51 quarter turns); NaN beyond. Without fused
+// multiply-add (portable) the absolute error of the angle grows as 1e-16 * |x|.
 GC_INLINE float vsincos(float x, int32_t shift) {
   double d = (double)x;
   double t = d * 0.63661977236758134308 + 6755399441055744.0;
   double k = t - 6755399441055744.0;
   double rd = d - k * 1.5707963267948966 - k * 6.123233995736766e-17;
   float r = (float)rd;
-  int32_t q = (int32_t)k + shift;
+  int32_t q = (int32_t)f64_to_bits(t) + shift;  // the quarter turns are t's lowest bits
   float u = r * r;
   float s = 2.724992580305979e-06f;
   s = s * u - 0.00019840086735384846f;
@@ -142,7 +144,8 @@ GC_INLINE float vsincos(float x, int32_t shift) {
   c = c * (u * u) - 0.5f * u + 1.0f;
   float v = (q & 1) ? c : s;
   v = (q & 2) ? -v : v;
-  return (x - x) != 0.0f ? NAN : v;
+  v = shift == 0 && x == 0.0f ? x : v;  // -0 stays -0
+  return fabsf(x) < 3e15f ? v : NAN;
 }
 GC_INLINE float vsin(float x) { return vsincos(x, 0); }
 GC_INLINE float vcos(float x) { return vsincos(x, 1); }
@@ -177,23 +180,24 @@ GC_INLINE double vsilu(double x) { return x / (1.0 + exp(-x)); }
 GC_INLINE double vsoftplus(double x) { return (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
 
 // integer division and remainder with Python's signs; a zero divisor gives 0 instead of a trap
+template <class T> GC_INLINE bool minus_one(T b) { return (T)-1 < (T)0 && b == (T)-1; }
 template <class T> GC_INLINE T floordiv(T a, T b) {
   if (b == 0) return 0;
-  if (b == (T)-1) return (T)(0 - a);
+  if (minus_one(b)) return (T)(0 - a);
   T q = (T)(a / b), r = (T)(a % b);
   return (T)((r != 0 && ((r < 0) != (b < 0))) ? q - 1 : q);
 }
 template <class T> GC_INLINE T truncdiv(T a, T b) {
   if (b == 0) return 0;
-  if (b == (T)-1) return (T)(0 - a);
+  if (minus_one(b)) return (T)(0 - a);
   return (T)(a / b);
 }
 template <class T> GC_INLINE T pymod(T a, T b) {
-  if (b == 0 || b == (T)-1) return 0;
+  if (b == 0 || minus_one(b)) return 0;
   T r = (T)(a % b);
   return (T)((r != 0 && ((r < 0) != (b < 0))) ? r + b : r);
 }
-template <class T> GC_INLINE T truncmod(T a, T b) { return (b == 0 || b == (T)-1) ? (T)0 : (T)(a % b); }
+template <class T> GC_INLINE T truncmod(T a, T b) { return (b == 0 || minus_one(b)) ? (T)0 : (T)(a % b); }
 GC_INLINE float floordiv(float a, float b) {  // as Python: floor of the exact quotient
   if (b == 0.0f) return a / b;
   float m = fmodf(a, b), d = (a - m) / b;

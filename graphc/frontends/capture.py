@@ -6,11 +6,8 @@ what torch.export knows only in its guards.
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -37,6 +34,7 @@ from graphc.frontends.naming import (
 )
 from graphc.frontends.ranges import narrow
 from graphc.frontends.side_effects import check_unchanged, plain_numbers, watched
+from graphc.frontends.tracing import tracing
 from graphc.frontends.trees import describe_tree
 from graphc.ir.graph import Graph
 
@@ -74,32 +72,6 @@ class _Opaque(TorchFunctionMode):
                 return graphc.ops.lstm(*args[:5], float(args[5]), *args[6:])
             return graphc.ops.gru(*args[:5], float(args[5]), *args[6:])
         return func(*args, **(kwargs or {}))
-
-
-#: loggers that comment on what torch.export then raises, and the levels that nobody chose
-_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
-_UNSET = (logging.NOTSET, logging.WARNING)
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    """Settings under which a module is traced: no fused eager fast paths, no warnings."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    # torch logs a traceback of its own before it raises; ours names the user's line. A level that
-    # the user set (TORCH_LOGS) stays
-    quiet = [log for log in map(logging.getLogger, _LOGGERS) if log.level in _UNSET]
-    levels = [log.level for log in quiet]
-    for log in quiet:
-        log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for log, level in zip(quiet, levels, strict=True):
-            log.setLevel(level)
 
 
 def capture(
@@ -172,7 +144,7 @@ def _export(
     for shapes in attempts:
         fresh_args, fresh_kwargs = _examples(args, kwargs)
         try:
-            with _tracing(), _Opaque():
+            with tracing(), _Opaque():
                 program = torch.export.export(
                     module, fresh_args, fresh_kwargs, dynamic_shapes=shapes, strict=False
                 )
@@ -268,7 +240,7 @@ def decompositions(keep: frozenset[str]) -> dict[Any, Any]:
 def _decompose(
     program: torch.export.ExportedProgram, keep: frozenset[str]
 ) -> torch.export.ExportedProgram:
-    with _tracing():
+    with tracing():
         try:
             made: torch.export.ExportedProgram = program.run_decompositions(decompositions(keep))
             return made
@@ -315,7 +287,7 @@ def _assemble(
 ) -> Captured:
     importer = Importer(program, asked, saved=saved, names=names)
     try:
-        with _tracing():
+        with tracing():
             graph = narrow(importer.run())
     except GraphcError:
         raise

@@ -24,13 +24,13 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
+import torch
+from torch.utils import _pytree as pytree
 
 from graphc.api import Options, build_captured
 from graphc.frontends.capture import capture
-from graphc.lowering.classify import native_operators  # noqa: E402
-from graphc.runtime.session import load  # noqa: E402
+from graphc.lowering.classify import native_operators
+from graphc.runtime.session import load
 
 torch.set_num_threads(1)
 VERBOSE = bool(os.environ.get("GRAPHC_CONFORMANCE_VERBOSE"))

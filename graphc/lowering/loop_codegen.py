@@ -332,7 +332,7 @@ class _Kernel(Writer):
         self.bases = {}
         used = self._used_loads(
             [*(s.operands()[0] for s in reduces), *(s.scalar for s in stores), *saves], row_known
-        )  # noqa: E501
+        )
         self._hoist(used, stores)
         linear = "i"
         if middle:

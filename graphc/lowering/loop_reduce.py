@@ -108,7 +108,7 @@ def column_accumulator(scalar: Reduce, number: int) -> Accumulation:
             ("float64" if "float64" in (source, scalar.dtype) else "float32")
             if floating
             else source
-        )  # noqa: E501
+        )
         step = f"{a}[j] {op}= ({ctype})({{v}});"
     elif kind in ("any", "all"):
         ctype, takes = "uint8_t", "bool"

@@ -95,7 +95,7 @@ def _data_sizes(node: Node) -> str:
     made = {s for v in node.outputs for d in v.type.shape for s in getattr(d, "free_symbols", ())}
     if not made:
         return ""
-    known: set[object] = set()
+    known: set[sympy.Basic] = set()
     for value in node.inputs():
         for size in value.type.shape:
             known |= getattr(size, "free_symbols", set())

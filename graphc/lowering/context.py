@@ -82,22 +82,28 @@ class LoweringContext(Protocol):
 
     def view(self, value: Any) -> View:
         """The strided view of a graph value (node result, input, weight, state)."""
+        ...
 
     def contiguous(self, value: Any) -> View:
         """The same, row-major from its offset; a copy Step is emitted when it is not."""
+        ...
 
     def outputs(self, node: Node) -> tuple[View, ...]:
         """Row-major views for the results of `node`, allocated now."""
+        ...
 
     def workspace(self, shape: Sequence[Dim], dtype: str) -> View:
         """A temporary buffer of the planned arena, live for the current node's Steps only."""
+        ...
 
     def weight(self, value: Any) -> torch.Tensor | None:
         """The constant tensor behind a value, or None if it is not known at build time."""
+        ...
 
     def constant(self, name: str, data: torch.Tensor, layout: str = "", origin: str = "") -> View:
         """Puts a (packed) constant into the plan's weights (equal bytes are stored once) and
         gives a contiguous view of it."""
+        ...
 
     def epilogue(
         self, node: Node, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int
@@ -105,6 +111,7 @@ class LoweringContext(Protocol):
         """The epilogue for `node`, whose result in row-major order is [Z, M, N] = zmn. Covers at
         least converting and storing the node's own result; may hold a fused elementwise chain.
         The rule must not call `outputs` then."""
+        ...
 
     def kernel(
         self,
@@ -128,9 +135,11 @@ class LoweringContext(Protocol):
 
     def static(self, dim: Dim) -> int | None:
         """The integer behind `dim`, or None if it is symbolic."""
+        ...
 
     def header(self, name: str) -> str:
         """Text of graphc/kernels/<name>, for whole-file units (`Unit("gemm_f32", text)`)."""
+        ...
 
 
 Rule = Callable[[Any, Any], None]

@@ -225,10 +225,6 @@ def _sign(node: Node, x: str) -> str:
     return f"({t})(({x} > 0) - ({x} < 0))"
 
 
-def _integer_identity(function: str) -> Callable[..., str]:
-    return lambda node, x: f"{function}({x})" if is_float(_result(node)) else x
-
-
 def _abs(node: Node, x: str) -> str:
     if is_float(_result(node)):
         return f"fabs{'' if COMPUTE[_result(node)] == 'double' else 'f'}({x})"

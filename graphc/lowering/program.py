@@ -209,7 +209,10 @@ def _step(step: KernelStep | FallbackStep, table: Expressions, sources: Mapping[
             )
         )
     node = step.node
-    dtypes, shapes, strides, outputs = [], [], [], []
+    dtypes: list[str] = []
+    outputs: list[int] = []
+    shapes: list[list[int]] = []
+    strides: list[list[int]] = []
     for view, value in zip(step.outputs, node.outputs, strict=True):
         if view is None:
             outputs.append(-1)

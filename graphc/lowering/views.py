@@ -1,4 +1,4 @@
-"""View operators as arithmetic on (offset, strides): nothing is copied unless a reshape needs it."""
+"""View operators as arithmetic on (offset, strides); a copy only where a reshape needs it."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def apply(node: Node, base: View) -> View | None:
     if name == "unfold":
         dim = int(node.args[1]) % max(rank, 1)
         step = node.args[3]
-        strides = [*base.strides, base.strides[dim] if rank else 1]
+        moved = [*base.strides, base.strides[dim] if rank else 1]
         if rank:
-            strides[dim] = as_dim(base.strides[dim] * step)
-        return base.with_(shape=shape, strides=tuple(strides))
+            moved[dim] = as_dim(base.strides[dim] * step)
+        return base.with_(shape=shape, strides=tuple(moved))
     if name == "diagonal":
         offset = int(node.argument("offset"))
         a, b = (int(node.argument(n)) % rank for n in ("dim1", "dim2"))

@@ -97,10 +97,11 @@ def times_vector(
     the product are the last dimension of the result."""
     batch = a.shape[:-2]
     size, (steps,) = merge_dims(batch, [a.strides[: len(batch)]])
+    k = a.shape[-1]
     n, n_stride = (a.shape[-2], a.strides[-2]) if len(a.shape) > 1 else (1, 0)
     vector = Operand(b, 0, b.strides[0], tuple(0 for _ in size))
     rows = Operand(a, a.strides[-1], n_stride, tuple(steps))
-    emit_product(ctx, node, Product(a.dtype, 1, n, a.shape[-1], vector, rows, size=tuple(size),
+    emit_product(ctx, node, Product(a.dtype, 1, n, k, vector, rows, size=tuple(size),
                                     result=result))  # fmt: skip
 
 

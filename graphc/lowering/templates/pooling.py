@@ -88,18 +88,17 @@ def max_pool(ctx: LoweringContext, node: Node) -> None:
     """Maxima of windows, and on demand their flat indices in the plane."""
     rank = spatial_rank(node)
     src = ctx.contiguous(node.argument("self"))
-    made = ctx.outputs(node)
-    planes, size, out = boxes(src, made[0], rank)
+    values, *places = ctx.outputs(node)
+    planes, size, out = boxes(src, values, rank)
     kernel, stride, padding = _window(node, rank)
     dilation = spread(node.argument("dilation"), rank, 1)
-    indices = len(made) > 1
     _emit(
         ctx,
         "max_pool",
         f"gc_max_pool_{tag(src.dtype)}",
         src,
-        made if indices else [made[0], made[0]],
-        [*size, *out, *kernel, *stride, *padding, *dilation, int(indices)],
+        [values, places[0] if places else values],
+        [*size, *out, *kernel, *stride, *padding, *dilation, int(bool(places))],
         planes * out[0] * out[1],
         out[2] * kernel[0] * kernel[1] * kernel[2],
         16 * out[2],

@@ -271,10 +271,10 @@ def cell(ctx: LoweringContext, node: Node) -> None:
     if x.dtype not in FAST:
         raise Refuse(f"a recurrent layer of {x.dtype}")
     batch, hidden = start[0].shape
-    made = ctx.outputs(node)
+    hidden_out, *cell_out = ctx.outputs(node)
     names = ("w_ih", "w_hh", "b_ih", "b_hh")
     weights = Weights(*(node.argument(name) for name in names))
     copy = ctx.workspace([batch, hidden], x.dtype)
-    last = (copy, made[1] if len(made) > 1 else copy)
+    last = (copy, cell_out[0] if cell_out else copy)
     layer = Layer(kind, 1, batch, hidden, batch, 1)
-    emit_layer(ctx, node, layer, x, [weights], (start[0], start[-1]), made[0], last)
+    emit_layer(ctx, node, layer, x, [weights], (start[0], start[-1]), hidden_out, last)

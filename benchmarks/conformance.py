@@ -71,7 +71,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.session.run(*args, as_torch=True, **kwargs)
-        leaves = [x for x in pytree.tree_leaves(result)]
+        leaves = list(pytree.tree_leaves(result))
         spec = self.captured.out_spec
         if spec.num_leaves == len(leaves):
             return pytree.tree_unflatten(leaves, spec)
@@ -128,7 +128,7 @@ def _run_onnx(module: Any, feeds: Mapping[str, Any], *, dynamic: bool) -> list[A
         result = compiled(*args)
     finally:
         compiled.close()
-    leaves = [x for x in pytree.tree_leaves(result)]
+    leaves = list(pytree.tree_leaves(result))
     return [_array(x) if isinstance(x, torch.Tensor) else np.asarray(x) for x in leaves]
 
 

@@ -123,7 +123,7 @@ def main() -> int:
                 return 1
             feeds = {"input_ids": ids, "attention_mask": mask}
             calls: dict[str, Callable[[], object]] = {
-                "graphc": lambda ids=ids, mask=mask: session.run(input_ids=ids, attention_mask=mask),
+                "graphc": lambda feeds=feeds: session.run(**feeds),
                 "onnxruntime": lambda feeds=feeds: peer.run(None, feeds),
                 "eager": lambda a=tids, b=tmask: inner(a, b),
                 "torch.compile": lambda a=tids, b=tmask: compiled(a, b),

@@ -40,7 +40,8 @@ class InternalError(GraphcError):
     exit_code = 1
 
     def message(self) -> str:
-        return super().message() + "\n  this is a bug in graphc, not in your model; please report it"
+        text = super().message()
+        return text + "\n  this is a bug in graphc, not in your model; please report it"
 
 
 class UsageError(GraphcError):

@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy import functions as torch_sympy
 
 from graphc.errors import UnsupportedError
@@ -24,7 +25,7 @@ def shape_env(program: torch.export.ExportedProgram) -> Any:
     for fx_node in program.graph.nodes:
         value = fx_node.meta.get("val")
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, torch.Tensor) and hasattr(item, "fake_mode"):
+            if isinstance(item, FakeTensor):
                 return item.fake_mode.shape_env
             if isinstance(item, torch.SymInt):
                 return item.node.shape_env
@@ -87,6 +88,7 @@ def _input_sizes(program: torch.export.ExportedProgram) -> dict[str, torch.Tenso
         for node, spec in zip(placeholders, signature.input_specs, strict=True)
         if spec.kind.name == "USER_INPUT"
     ]
+    assert program.call_spec.in_spec is not None  # torch.export always gives one
     args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
     top = program.module_call_graph[0].signature
     names = list(getattr(top, "forward_arg_names", None) or ())

@@ -69,9 +69,11 @@ def example_lengths(graph: Graph, tensors: list[torch.Tensor]) -> dict[sympy.Exp
     found: dict[sympy.Expr, int] = {}
     for value, tensor in zip(graph.inputs, tensors, strict=True):
         for dim, size in zip(value.type.shape, tensor.shape, strict=True):
+            if isinstance(dim, int):
+                continue
             if isinstance(dim, sympy.Symbol):
                 found.setdefault(dim, int(size))
-            elif isinstance(dim, sympy.Expr) and len(dim.free_symbols) == 1:
+            elif len(dim.free_symbols) == 1:
                 (free,) = dim.free_symbols
                 solved = [s for s in sympy.solve(dim - int(size), free) if s.is_Integer]
                 if solved:

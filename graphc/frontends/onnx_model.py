@@ -185,7 +185,9 @@ def load_onnx(
         base_dir = Path(source).resolve().parent
     if not model.HasField("graph"):
         where = str(source) if isinstance(source, (str, Path)) else ""
-        raise UsageError("expected an ONNX model, found no graph in it", where=where, hint="the file is damaged")
+        raise UsageError(
+            "expected an ONNX model, found no graph in it", where=where, hint="the file is damaged"
+        )
     if model.functions:
         model = _inline_functions(model)
     return OnnxModule(model, base_dir, dict(fixed or {})).eval()

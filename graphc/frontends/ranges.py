@@ -69,13 +69,10 @@ def _narrowed(info: Symbol, guards: list[Guard]) -> tuple[Symbol, set[Guard]]:
 
 def _compiled(condition: sympy.Expr, symbol: sympy.Expr) -> Callable[[int], bool] | None:
     """The condition as a Python function of the length; None if it has no such form."""
+    names: Mapping[str, Any] = {"math": math, "torch": torch, "max": max, "min": min}
     try:
         text = PythonPrinter().doprint(condition.xreplace({symbol: sympy.Symbol("n")}))
-        names: Mapping[str, Any] = {"math": math, "torch": torch, "max": max, "min": min}
         function = eval(f"lambda n: bool({text})", dict(names))
-        function(2)
-    except ZeroDivisionError:
-        pass
     except Exception:  # a function of torch's that Python text cannot spell
         return None
 
@@ -85,4 +82,8 @@ def _compiled(condition: sympy.Expr, symbol: sympy.Expr) -> Callable[[int], bool
         except ZeroDivisionError:  # the length itself is outside of what the model can do
             return False
 
+    try:
+        test(2)
+    except Exception:  # it spells a name that is none of Python's
+        return None
     return test

@@ -145,9 +145,9 @@ def read_result(result: Any, where: str) -> Call:
     if not parts or len(parts) > 4 or not isinstance(parts[0], torch.nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise UsageError(f"expected a module, found ({kinds})", where=where, hint=_FORMS)
-    module = parts[0]
-    args: Any = parts[1] if len(parts) > 1 and parts[1] is not None else ()
-    kwargs: Any = parts[2] if len(parts) > 2 and parts[2] is not None else {}
+    module, args, kwargs, shapes = (*parts, None, None, None)[:4]
+    args = () if args is None else args
+    kwargs = {} if kwargs is None else kwargs
     if isinstance(args, torch.Tensor):
         args = (args,)
     if isinstance(args, Mapping) and len(parts) == 2:
@@ -159,5 +159,4 @@ def read_result(result: Any, where: str) -> Call:
             where=where,
             hint=_FORMS,
         )
-    shapes = parts[3] if len(parts) > 3 else None
     return module, tuple(args), dict(kwargs), shapes or None

@@ -7,7 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -25,7 +25,7 @@ def tracing() -> Iterator[None]:
     try:
         with warnings.catch_warnings(), _quiet_logs(), torch.no_grad():
             warnings.simplefilter("ignore")
-            with contextlib.redirect_stderr(_Stderr(sys.stderr)):
+            with contextlib.redirect_stderr(cast(TextIO, _Stderr(sys.stderr))):
                 yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -341,7 +341,8 @@ class _Expressions:
                 return apply(self._expression(left), self._expression(right))
             case ast.Call(func=ast.Name(id=name), args=args):
                 return self._call(name, [self._expression(a) for a in args])
-        raise UsageError(f"expected an argument, found {ast.unparse(node)}")
+            case _:
+                raise UsageError(f"expected an argument, found {ast.unparse(node)}")
 
     def _name(self, name: str) -> Any:
         if name.startswith(_MARK):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -51,7 +51,7 @@ def itemsize(dtype: str) -> int:
     return torch_dtype(dtype).itemsize
 
 
-def as_dim(value: object) -> Dim:
+def as_dim(value: Any) -> Dim:
     """An int stays an int; a sympy integer becomes one; expressions stay expressions."""
     if isinstance(value, bool):
         return int(value)

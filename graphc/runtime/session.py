@@ -113,8 +113,9 @@ class Session:
         result containers with new tensors: torch if `as_torch` or any input is torch, else numpy.
 
         Raises InputRejectedError (dtype, rank, size, range, guard or scalar differs from what the
-        plan was built for, or an index is outside of its table). Nothing ran then, unless the plan has a size that depends on data and
-        that size is rejected: states may have changed up to there.
+        plan was built for, or an index is outside of its table). Nothing ran then, unless the plan
+        has a size that depends on data and that size is rejected: states may have changed up to
+        there.
         """
         with self._lock:
             leaves = self._binder.bind(args, kwargs)

@@ -217,8 +217,8 @@ def polynomial(
     node, name = value.producer, packet_of(value)
     if name == "aten.neg":
         return _scale(read(node.args[0]), -1.0)
-    if name in ("aten.add", "aten.sub", "aten.rsub") and len(node.args) >= 2:
-        left, right = node.args[:2]
+    if name in ("aten.add", "aten.sub", "aten.rsub"):
+        left, right = node.argument("self"), node.argument("other")
         if name == "aten.rsub":
             left, right = right, left
         alpha = facts.number(node.argument("alpha"))

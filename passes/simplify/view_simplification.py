@@ -33,8 +33,10 @@ class ViewSimplification:
     name: ClassVar[str] = "view_simplification"
 
     def run(self, graph: Graph, log: Log) -> Graph:
-        rules = [_Identity(), _Reshape(), _AxisOrder(), _Expand(), _Squeeze(), _Cast(), _Cat()]
-        rules.append(_SpreadLater())
+        rules = (
+            _Identity(), _Reshape(), _AxisOrder(), _Expand(), _Squeeze(), _Cast(), _Cat(),
+            _SpreadLater(),
+        )  # fmt: skip
         return apply_until_stable(graph, rules, log)
 
 
@@ -216,12 +218,13 @@ class _Squeeze(_ViewRule):
 
     @staticmethod
     def _dim(node: Node) -> int | None:
-        dims: Any = node.args[1] if len(node.args) > 1 else None
+        source, *rest = node.args
+        dims: Any = rest[0] if rest else None
         if isinstance(dims, tuple):
             dims = dims[0] if len(dims) == 1 else None
         if dims is None:
             return None
-        count = max(rank(node.args[0]), rank(node.outputs[0]))
+        count = max(rank(source), rank(node.outputs[0]))
         return int(dims) % count
 
 

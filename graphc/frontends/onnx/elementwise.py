@@ -123,7 +123,7 @@ def div(
     x, y = operands(node, a, aligned(b, a, axis, broadcast, node))
     wide = _wide(x, y)
     if wide == torch.uint64:
-        return unsigned.narrow(unsigned.divide(unsigned.widen(x), unsigned.widen(y)), wide)
+        return unsigned.narrow(unsigned.divide(unsigned.widen(x), unsigned.widen(y)), torch.uint64)
     if wide is not None:
         quotient = torch.div(unsigned.widen(x), unsigned.widen(y), rounding_mode="trunc")
         return unsigned.narrow(quotient, wide)
@@ -139,7 +139,7 @@ def mod(node: OnnxNode, a: Tensor, b: Raw, *, fmod: int = 0) -> Tensor:
     wide = _wide(a, divisor)
     if wide == torch.uint64:
         x, y = unsigned.widen(a), unsigned.widen(divisor)
-        return unsigned.narrow(x - unsigned.divide(x, y) * y, wide)
+        return unsigned.narrow(x - unsigned.divide(x, y) * y, torch.uint64)
     if wide is not None:
         return unsigned.narrow(torch.remainder(unsigned.widen(a), unsigned.widen(divisor)), wide)
     return torch.fmod(a, divisor) if fmod else torch.remainder(a, divisor)

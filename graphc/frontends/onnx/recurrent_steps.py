@@ -165,13 +165,13 @@ def _step(
 
     def lstm_step(x: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
         xi, xo, xf, xc = torch.chunk(x + F.linear(h, r, half), 4, -1)
-        if p is not None:
-            pi, po, pf = torch.chunk(p, 3, 0)
+        pi, po, pf = torch.chunk(p, 3, 0) if p is not None else (None, None, None)
+        if pi is not None and pf is not None:
             xi, xf = xi + pi * c, xf + pf * c
         i = functions[0](limited(xi))
         f = 1 - i if attributes["input_forget"] else functions[0](limited(xf))
         new = f * c + i * functions[1](limited(xc))
-        if p is not None:
+        if po is not None:
             xo = xo + po * new
         return [functions[0](limited(xo)) * functions[2](new), new]
 

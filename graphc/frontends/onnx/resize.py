@@ -354,23 +354,19 @@ def _weights(
     node: OnnxNode, axis: Axis, options: Options, fraction: Tensor
 ) -> tuple[list[int], list[Tensor]]:
     """Offsets of the taps from the floor of the coordinate, and their weights."""
-    kernel: Callable[[Tensor], Tensor]
-    if options.mode == "linear":
-        reach = 1
-
-        def kernel(distance: Tensor) -> Tensor:
-            return torch.clamp(1 - torch.abs(distance), min=0.0)
-    elif options.mode == "cubic":
-        reach = 2
-        a = options.cubic
-
-        def kernel(distance: Tensor) -> Tensor:
-            d = torch.abs(distance)
-            near = ((a + 2) * d - (a + 3)) * d * d + 1
-            far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-            return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
-    else:
+    if options.mode not in ("linear", "cubic"):
         raise node.invalid(f"unknown mode {options.mode!r}")
+    reach = 1 if options.mode == "linear" else 2
+    a = options.cubic
+
+    def kernel(distance: Tensor) -> Tensor:
+        d = torch.abs(distance)
+        if options.mode == "linear":
+            return torch.clamp(1 - d, min=0.0)
+        near = ((a + 2) * d - (a + 3)) * d * d + 1
+        far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+        return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
+
     stretch = 1.0
     if options.antialias:
         factor = axis.factor()

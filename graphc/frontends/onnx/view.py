@@ -195,7 +195,8 @@ def tile(node: OnnxNode, x: Tensor, repeats: Ints) -> Tensor:
 
 @operator("Concat")
 def concat(node: OnnxNode, *tensors: Tensor, axis: int = 1) -> Tensor:
-    return torch.cat(tensors, axis) if len(tensors) > 1 else tensors[0]
+    first, *others = tensors
+    return torch.cat(tensors, axis) if others else first
 
 
 @operator("Split")

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from graphc.api import Options, build_captured
 from graphc.frontends.capture import capture
+from graphc.frontends.variants import further_captures
 from graphc.lowering.classify import native_operators
 from graphc.runtime.session import load
 
@@ -51,7 +53,12 @@ class Compiled:
         try:
             self.captured = capture(module, args, kwargs, dynamic_shapes, keep=native_operators())
             options = Options(jobs=1, buckets=self._bucket())
-            self.report = build_captured(self.captured, self.folder / "plan", options)
+            more = further_captures(
+                module, args, kwargs, dynamic_shapes, self.captured, keep=native_operators()
+            )
+            self.report = build_captured(
+                self.captured, self.folder / "plan", options, variants=more
+            )
             self.session = load(self.folder / "plan", threads=1)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -65,6 +72,10 @@ class Compiled:
         """One bucket: every free length up to eight times its example, or to 2048 if there are
         few of them."""
         symbols = [s for s in self.captured.graph.symbols.values() if not s.data]
+        asked = self.captured.requested
+        symbols = [
+            replace(s, maximum=max(s.maximum, asked.get(s.name, (0, 0))[1])) for s in symbols
+        ]
         least = 2048 if len(symbols) <= 2 else 64
         limits = [f"{s.name}={min(s.maximum, max(s.minimum, 8 * s.hint, least))}" for s in symbols]
         return [",".join(limits)] if limits else []

@@ -80,8 +80,9 @@ def build_captured(
     *,
     model: str = "module",
     source: str = "module",
+    variants: Sequence[Captured] = (),
 ) -> BuildReport:
-    """Builds a captured graph into the plan folder `output`."""
+    """Builds a captured graph (and its captures for other lengths) into the folder `output`."""
     from cache.store import Store
     from graphc.ir.text import print_graph
     from graphc.rewrite import run_passes
@@ -122,6 +123,7 @@ def build_captured(
                 progress=options.progress,
                 stages=list(options.stages),
                 text=lambda graph: print_graph(graph, contents=False),
+                variants=list(variants),
             )
         )
     finally:
@@ -139,9 +141,12 @@ def build_module(
 ) -> tuple[BuildReport, Captured]:
     """Captures and builds an nn.Module on example inputs."""
     from graphc.frontends.capture import capture
+    from graphc.frontends.variants import further_captures
 
-    captured = capture(module, args, kwargs, dynamic_shapes, keep=native_operators())
-    return build_captured(captured, output, options), captured
+    keep = native_operators()
+    captured = capture(module, args, kwargs, dynamic_shapes, keep=keep)
+    more = further_captures(module, args, kwargs or {}, dynamic_shapes, captured, keep=keep)
+    return build_captured(captured, output, options, variants=more), captured
 
 
 def build(
@@ -180,22 +185,32 @@ def build(
     start = time.perf_counter()
     if progress is not None:
         progress("capture", 0, 0)
-    captured, kind, name = _capture(model, inputs or (), dynamic or (), dtype)
+    captured, variants, kind, name = _capture(model, inputs or (), dynamic or (), dtype)
     stages = (StageRecord("capture", time.perf_counter() - start),)
     options = Options(
         shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
         dump_passes, require_cached, jobs, isa, progress, stages,
     )  # fmt: skip
-    return build_captured(captured, Path(output), options, model=name, source=kind)
+    return build_captured(
+        captured, Path(output), options, model=name, source=kind, variants=variants
+    )
 
 
 def _capture(
     model: str | torch.nn.Module, inputs: Sequence[str], dynamic: Sequence[str], dtype: str | None
-) -> tuple[Captured, str, str]:
+) -> tuple[Captured, list[Captured], str, str]:
     from graphc.frontends.resolve import capture_source, resolve
+    from graphc.frontends.variants import further_captures
 
     source = resolve(model, inputs=inputs, dynamic=dynamic, dtype=dtype)
-    return capture_source(source, native_operators()), source.kind, source.name
+    keep = native_operators()
+    captured = capture_source(source, keep)
+    more: list[Captured] = []
+    if source.program is None:
+        more = further_captures(
+            source.module, source.args, source.kwargs, source.dynamic_shapes, captured, keep=keep
+        )
+    return captured, more, source.kind, source.name
 
 
 def bisect(
@@ -217,7 +232,7 @@ def bisect(
     from graphc.rewrite import bisect as first_bad
 
     passes = pipeline(disable_pass, pass_options)
-    captured, _, _ = _capture(model, inputs or (), dynamic or (), dtype)
+    captured, _, _, _ = _capture(model, inputs or (), dynamic or (), dtype)
     found: BisectRecord | None = first_bad(captured.graph, passes, rtol=rtol, atol=atol)
     return found
 

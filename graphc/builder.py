@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 
 import graphc
+from graphc.errors import UnsupportedError
 from graphc.frontends.capture import Captured
 from graphc.ir.graph import Graph
 from graphc.ir.types import UNBOUNDED, TensorType
@@ -66,6 +67,7 @@ class Request:
     progress: Progress | None = None
     stages: list[StageRecord] = field(default_factory=list)
     text: Callable[[Graph], str] | None = None
+    variants: list[Captured] = field(default_factory=list)  # captures for other lengths
 
 
 def build_plan(request: Request) -> BuildReport:
@@ -91,23 +93,15 @@ class _Build:
         captured = request.captured
         graph, records = self._timed("passes", lambda: request.transform(captured.graph))
         lowered: Lowered = self._timed("lowering", lambda: lower(graph, request.isa.level))
-        symbols = list(graph.symbols)
-        ranges = {s.name: (s.minimum, s.maximum) for s in graph.symbols.values() if not s.data}
-        buckets = request.buckets(ranges)
-        sources = source_names(lowered)
-
-        def programs() -> list[tuple[Program, Expressions]]:
-            return [
-                build_program(
-                    lowered, phase=request.phase, bucket=bucket.name, limits=bucket.limits,
-                    symbols=symbols, sources=sources, planner=request.planner,
-                )
-                for bucket in buckets
-            ]  # fmt: skip
-
-        planned: list[tuple[Program, Expressions]] = self._timed("memory", programs)
+        sides = [lowered]
+        for variant in request.variants:
+            sides.append(self._side(variant, sides, records))
+        self.symbols = _symbols([side.graph for side in sides])
+        planned: list[tuple[Program, Expressions]] = self._timed(
+            "memory", lambda: self._programs(sides)
+        )
         compiler = Compiler.discover()
-        units = collect_units(lowered)
+        units = collect_units(sides)
 
         def compiled() -> CompileReport:
             return compile_units(
@@ -120,22 +114,61 @@ class _Build:
 
         objects: CompileReport = self._timed("compile", compiled)
         table = planned[0][1]
-        return self._write(
-            graph, lowered, [p for p, _ in planned], table, objects, compiler, records, sources
-        )
+        return self._write(sides, [p for p, _ in planned], table, objects, compiler, records)
+
+    def _side(self, variant: Captured, sides: list[Lowered], records: list[PassRecord]) -> Lowered:
+        """The same model for other lengths; its weights stand behind those of the sides before."""
+        graph, more = self._timed("passes", lambda: self.request.transform(variant.graph))
+        records += more
+        side: Lowered = self._timed("lowering", lambda: lower(graph, self.request.isa.level))
+        if [kind for kind, _ in side.results] != [kind for kind, _ in sides[0].results]:
+            raise UnsupportedError(
+                "expected results of one form for all lengths, found different ones",
+                hint="ask for a smaller range with --dynamic",
+            )
+        base = sum(len(other.constants) for other in sides)
+        for info in side.buffers:
+            if info.kind == "weight":
+                info.index += base
+        return side
+
+    def _programs(self, sides: Sequence[Lowered]) -> list[tuple[Program, Expressions]]:
+        request = self.request
+        names = [s.name for s in self.symbols]
+        whole = {s.name: (s.minimum, s.maximum) for s in self.symbols if s.input >= 0}
+        sources = source_names(sides)
+        made: list[tuple[Program, Expressions]] = []
+        for side in sides:
+            known = side.graph.symbols
+            for bucket in request.buckets(whole):
+                limits = {
+                    name: min(limit, known[name].maximum) for name, limit in bucket.limits.items()
+                }
+                if any(limit < known[name].minimum for name, limit in limits.items()):
+                    continue
+                if any(p.limits == limits for p, t in made if t.graph is side.graph):
+                    continue
+                made.append(
+                    build_program(
+                        side, phase=request.phase, bucket=bucket.name, limits=limits,
+                        symbols=names, sources=sources, planner=request.planner,
+                        least={n: low for n, (low, _) in whole.items()},
+                    )
+                )  # fmt: skip
+        return made
 
     def _write(
         self,
-        graph: Graph,
-        lowered: Lowered,
+        sides: Sequence[Lowered],
         programs: list[Program],
         table: Expressions,
         objects: CompileReport,
         compiler: Compiler,
         records: list[PassRecord],
-        sources: Mapping[str, str],
     ) -> BuildReport:
         request = self.request
+        graph = sides[0].graph
+        sources = source_names(sides)
         start = time.perf_counter()
         self.show("write", 0, 0)
         request.output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -145,18 +178,16 @@ class _Build:
             library = Path(folder) / KERNELS
             link(objects.objects, library, compiler, request.store)
             with WeightsWriter(Path(folder) / WEIGHTS) as writer:
-                for item in lowered.constants:
+                for item in (c for side in sides for c in side.constants):
                     writer.add(
                         item.name, str(item.tensor.dtype).removeprefix("torch."),
                         tuple(item.tensor.shape), tensor_bytes(item.tensor), item.layout,
                         item.origin,
                     )  # fmt: skip
                 states = self._states(graph, table, writer)
-            plan = self._plan(graph, lowered, programs, table, states, writer)
+            plan = self._plan(sides, programs, table, states, writer)
             self.stages.append(StageRecord("write", time.perf_counter() - start))
-            report = self._report(
-                graph, lowered, programs, objects, compiler, records, plan, sources
-            )
+            report = self._report(sides, programs, objects, compiler, records, plan, sources)
             files: dict[str, Content] = {
                 KERNELS: library,
                 WEIGHTS: Path(folder) / WEIGHTS,
@@ -164,7 +195,7 @@ class _Build:
             }
             if request.text is not None:
                 files["graph.txt"] = request.text(graph)
-            for step in lowered.steps:
+            for step in (step for side in sides for step in side.steps):
                 if isinstance(step, KernelStep) and step.symbol in sources:
                     files[f"sources/{sources[step.symbol]}"] = step.unit.source
             write_plan(request.output, plan, files)
@@ -184,14 +215,15 @@ class _Build:
 
     def _plan(
         self,
-        graph: Graph,
-        lowered: Lowered,
+        sides: Sequence[Lowered],
         programs: list[Program],
         table: Expressions,
         states: list[State],
         writer: WeightsWriter,
     ) -> Plan:
         request, captured = self.request, self.request.captured
+        lowered = sides[0]
+        graph = lowered.graph
         outputs: list[Output] = []
         for position, (kind, what) in enumerate(lowered.results):
             type_ = lowered.result_types[position]
@@ -208,7 +240,7 @@ class _Build:
             version=graphc.__version__,
             model=request.model,
             machine=request.isa.machine(),
-            symbols=_symbols(graph),
+            symbols=self.symbols,
             inputs=[_tensor(v.name, v.type, table) for v in graph.inputs],
             outputs=outputs,
             arguments=captured.arguments,
@@ -219,15 +251,14 @@ class _Build:
             weights=writer.weights,
             programs=programs,
             files={},
-            uses_torch=any(not isinstance(s, KernelStep) for s in lowered.steps),
+            uses_torch=any(not isinstance(s, KernelStep) for side in sides for s in side.steps),
             positional_names=list(captured.positional_names),
             ranges=index_ranges(graph),
         )
 
     def _report(
         self,
-        graph: Graph,
-        lowered: Lowered,
+        sides: Sequence[Lowered],
         programs: Sequence[Program],
         objects: CompileReport,
         compiler: Compiler,
@@ -236,10 +267,10 @@ class _Build:
         sources: Mapping[str, str],
     ) -> BuildReport:
         request = self.request
-        location = {node.name: node.location for node in graph.nodes}
+        location = {node.name: node.location for side in sides for node in side.graph.nodes}
         kernels: dict[str, KernelRecord] = {}
         origins = {u.name: u for u in objects.units}
-        for step in lowered.steps:
+        for step in (step for side in sides for step in side.steps):
             if not isinstance(step, KernelStep):
                 continue
             old = kernels.get(step.symbol)
@@ -253,13 +284,14 @@ class _Build:
             )  # fmt: skip
         fallbacks = [
             FallbackRecord(node.split(" = ")[1], node.split(" = ")[0], reason, where, request.phase)
-            for node, reason, where in lowered.fallbacks
+            for side in sides
+            for node, reason, where in side.fallbacks
         ]
         return BuildReport(
             model=request.model,
             source=request.source,
             version=graphc.__version__,
-            symbols=[SymbolRecord(s.name, s.minimum, s.maximum) for s in graph.symbols.values()],
+            symbols=[SymbolRecord(s.name, s.minimum, s.maximum) for s in self.symbols],
             stages=self.stages,
             passes=records,
             buckets=[
@@ -270,7 +302,7 @@ class _Build:
                 )
                 for p in programs
             ],
-            memory=[_memory(p, lowered) for p in programs],
+            memory=[_memory(p, sides) for p in programs],
             kernels=list(kernels.values()),
             fallbacks=fallbacks,
             compile=CompileRecord(
@@ -283,10 +315,10 @@ class _Build:
         )  # fmt: skip
 
 
-def collect_units(lowered: Lowered) -> list[Unit]:
+def collect_units(sides: Sequence[Lowered]) -> list[Unit]:
     """Every translation unit of the kernels, once per source text, and the executor."""
     found: dict[str, Unit] = {}
-    for step in lowered.steps:
+    for step in (step for side in sides for step in side.steps):
         if isinstance(step, KernelStep):
             for unit in (step.unit, *step.units):
                 found.setdefault(unit.source, unit)
@@ -296,10 +328,10 @@ def collect_units(lowered: Lowered) -> list[Unit]:
     return list(found.values())
 
 
-def source_names(lowered: Lowered) -> dict[str, str]:
+def source_names(sides: Sequence[Lowered]) -> dict[str, str]:
     """File name under sources/ of each kernel symbol."""
     names: dict[str, str] = {}
-    for step in lowered.steps:
+    for step in (step for side in sides for step in side.steps):
         if isinstance(step, KernelStep):
             names.setdefault(step.symbol, f"{step.symbol}.cpp")
     return names
@@ -322,14 +354,17 @@ def _tensor(name: str, type_: TensorType, table: Expressions) -> Tensor:
     )
 
 
-def _symbols(graph: Graph) -> list[Symbol]:
-    made: list[Symbol] = []
-    for info in graph.symbols.values():
-        where = (-1, -1)
-        if not info.data:
-            where = _binding(graph, info.expr)
-        made.append(Symbol(info.name, info.minimum, min(info.maximum, UNBOUNDED), *where))
-    return made
+def _symbols(graphs: Sequence[Graph]) -> list[Symbol]:
+    """Every length of the plan; its range is that of all captures together."""
+    made: dict[str, Symbol] = {}
+    for graph in graphs:
+        for info in graph.symbols.values():
+            where = (-1, -1) if info.data else _binding(graphs[0], info.expr)
+            low, high = info.minimum, min(info.maximum, UNBOUNDED)
+            if info.name in made:
+                low, high = min(low, made[info.name].minimum), max(high, made[info.name].maximum)
+            made[info.name] = Symbol(info.name, low, high, *where)
+    return list(made.values())
 
 
 def _binding(graph: Graph, expr: sympy.Symbol) -> tuple[int, int]:
@@ -344,7 +379,8 @@ def _binding(graph: Graph, expr: sympy.Symbol) -> tuple[int, int]:
     return -1, -1
 
 
-def _memory(program: Program, lowered: Lowered) -> MemoryRecord:
+def _memory(program: Program, sides: Sequence[Lowered]) -> MemoryRecord:
+    lowered = next(s for s in sides if len(s.buffers) == len(program.buffers))
     intervals = [
         Interval(
             buffer.name, buffer.first, buffer.last, buffer.offset,

@@ -10,6 +10,7 @@ import torch
 from torch.utils._sympy import functions as tsf
 
 from graphc.errors import InternalError, UnsupportedError
+from graphc.ir.graph import Graph
 from graphc.ir.types import Dim, as_dim, dtype_name, itemsize, row_major
 from graphc.lowering.context import View
 from graphc.lowering.steps import FallbackStep, KernelStep, Lowered
@@ -26,6 +27,7 @@ class Expressions:
     def __init__(self, symbols: Sequence[str]) -> None:
         self.slots = {name: f"s{k}" for k, name in enumerate(symbols)}
         self.table: list[Expression] = []
+        self.graph: Graph | None = None  # whose sizes these are
         self._known: dict[Any, int] = {}
 
     def add(self, dim: Any) -> int:
@@ -128,15 +130,23 @@ def build_program(
     symbols: Sequence[str],
     sources: Mapping[str, str],
     planner: Planner,
+    least: Mapping[str, int] | None = None,
 ) -> tuple[Program, Expressions]:
     """The Program of one bucket, and its expression table (which may still grow); buffers get
-    arena offsets for sizes at `limits`."""
+    arena offsets for sizes at `limits`. `least` gives the plan's smallest lengths: where this
+    graph begins later, a guard says so."""
     graph = lowered.graph
     table = Expressions(symbols)
+    table.graph = graph
     data = {s.name for s in graph.symbols.values() if s.data}
     inputs = [[table.add(d) for d in v.type.shape] for v in graph.inputs]
     outputs = [[] if t is None else [table.add(d) for d in t.shape] for t in lowered.result_types]
     guards = [(table.add(g.condition), g.text) for g in graph.guards]
+    for name, low in (least or {}).items():
+        known = graph.symbols[name]
+        if known.minimum > low:
+            condition = sympy.Ge(known.expr, known.minimum)
+            guards.append((table.add(condition), f"{name} >= {known.minimum}"))
     steps = [_step(step, table, sources) for step in lowered.steps]
     sizes: dict[int, int] = {}
     kinds: list[str] = []

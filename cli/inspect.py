@@ -18,6 +18,7 @@ from cli.render import (
     memory_line,
     print_json,
     print_passes,
+    range_text,
     size,
     table,
 )
@@ -84,7 +85,7 @@ def _summary(folder: PlanFolder) -> None:
     machine = plan.machine
     click.echo(f"machine    {machine.architecture}, {machine.isa}, {report.compile.compiler}")
     for symbol in report.symbols:
-        click.echo(f"symbol     {symbol.name} in [{symbol.minimum}, {symbol.maximum}]")
+        click.echo(f"symbol     {symbol.name}: {range_text(symbol.minimum, symbol.maximum)}")
     for kind, tensors in (
         ("input", plan.inputs),
         ("output", [output.tensor for output in plan.outputs if output.tensor]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,10 +111,15 @@ def _exported(model: str, build: BuildOptions, args: Any, kwargs: Any) -> bytes:
     import torch
 
     module = _module(model, build, torch.get_num_threads())
+    # what the exporter has to say is about itself (torchvision is missing, a deprecation), and
+    # what fails is said below
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
-        program = torch.onnx.export(
-            module, _tensors(args), kwargs=_tensors(kwargs), dynamo=True, verbose=False
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                module, _tensors(args), kwargs=_tensors(kwargs), dynamo=True, verbose=False
+            )
     except Exception as error:
         raise Unavailable(f"torch.onnx: {str(error).splitlines()[0]}") from None
     if program is None:

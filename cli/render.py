@@ -155,12 +155,26 @@ def print_passes(passes: Sequence[PassRecord]) -> None:
         out.print(Text(f"\n{record.name} ({record.phase})"))
         for rule, count in matches_by_rule(record.matches).items():
             places = [match.where for match in record.matches if match.rule == rule and match.where]
-            shown = ", ".join(dict.fromkeys(places[:3]))
-            more = f", and {len(places) - 3} more" if len(places) > 3 else ""
-            out.print(Text(f"  {rule}: {count}" + (f"  at {shown}{more}" if shown else "")))
+            out.print(Text(f"  {rule}: {count}" + (f"  at {_places(places)}" if places else "")))
         for refusal in record.refusals:
             where = f"  at {refusal.where}" if refusal.where else ""
             out.print(Text(f"  refused {refusal.rule} {refusal.node}: {refusal.reason}{where}"))
+
+
+def _places(places: Sequence[str], most: int = 3) -> str:
+    """ "net.py:12 (4 times), net.py:30", the first `most` different ones."""
+    counts: dict[str, int] = {}
+    for place in places:
+        counts[place] = counts.get(place, 0) + 1
+    shown = [f"{p} ({n} times)" if n > 1 else p for p, n in list(counts.items())[:most]]
+    more = [f"and {len(counts) - most} more"] if len(counts) > most else []
+    return ", ".join([*shown, *more])
+
+
+def range_text(minimum: int, maximum: int) -> str:
+    """ "1 to 2048", "2 and above"."""
+    # half of int64's range: a product with such a length would overflow; no length is so large
+    return f"{minimum} and above" if maximum >= 2**61 else f"{minimum} to {maximum}"
 
 
 def _error(value: float | None) -> str:

@@ -253,7 +253,7 @@ class _Build:
             files={},
             uses_torch=any(not isinstance(s, KernelStep) for side in sides for s in side.steps),
             positional_names=list(captured.positional_names),
-            ranges=index_ranges(graph),
+            ranges=index_ranges([side.graph for side in sides]),
         )
 
     def _report(

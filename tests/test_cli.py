@@ -483,7 +483,7 @@ def test_sizes_and_times() -> None:
 @pytest.mark.parametrize(
     ("view", "words"),
     [
-        ("summary", ["demo", "T in [1, 2048]", "x: float32[1, T, 4]", "T <= 2048", "aten.nonzero"]),
+        ("summary", ["demo", "T: 1 to 2048", "x: float32[1, T, 4]", "T <= 2048", "aten.nonzero"]),
         ("passes", ["fuse-norm", "12 -> 9", "model.py:7", "epsilon is no number", "model.py:9"]),
         ("graph", ["%0: f32[1,T,4] = input x"]),
         ("memory", ["arena", "lower bound", "no reuse", "5.0 KiB", "█"]),

@@ -37,6 +37,7 @@ from graphc.frontends.side_effects import check_unchanged, plain_numbers, watche
 from graphc.frontends.tracing import tracing
 from graphc.frontends.trees import describe_tree
 from graphc.ir.graph import Graph
+from graphc.ir.types import UNBOUNDED
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,10 @@ def _export(
             failure = failure or error
             if not _is_constraint(error):
                 raise capture_error(error) from error
-            notes = ["the range asked for is not proven; guards decide: " + _brief(str(error), 300)]
+            notes = [
+                "the model is not proven for the whole range asked for; the conditions on lengths "
+                "that it relies on are checked at each run"
+            ]
     assert failure is not None
     raise capture_error(failure) from failure
 
@@ -301,9 +305,8 @@ def _assemble(
     for name, (low, high) in requested.items():
         info = graph.symbols.get(name)
         if info is not None and (info.minimum > max(low, 2) or info.maximum < high):
-            said.append(
-                f"{name} is proven for {info.minimum}..{info.maximum}, asked for {low}..{high}"
-            )
+            wanted = f"{low}..{high}" if high < UNBOUNDED else f"{low} and above"
+            said.append(f"{name} is proven for {info.minimum}..{info.maximum}, asked for {wanted}")
     return Captured(
         graph, arguments, keywords, results, (), importer.state_names, out_spec, tuple(said),
         requested,

@@ -142,10 +142,11 @@ def read_result(result: Any, where: str) -> Call:
         UsageError: it is none of the accepted forms.
     """
     parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-    if not parts or len(parts) > 4 or not isinstance(parts[0], torch.nn.Module):
+    filled: list[Any] = [*parts, None, None, None, None]
+    module, args, kwargs, shapes = filled[:4]
+    if len(parts) > 4 or not isinstance(module, torch.nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise UsageError(f"expected a module, found ({kinds})", where=where, hint=_FORMS)
-    module, args, kwargs, shapes = (*parts, None, None, None)[:4]
     args = () if args is None else args
     kwargs = {} if kwargs is None else kwargs
     if isinstance(args, torch.Tensor):

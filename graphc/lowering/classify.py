@@ -3,6 +3,8 @@ fallback to torch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 
 from graphc.ir.graph import Node, Value, map_tree
@@ -100,7 +102,7 @@ def _data_sizes(node: Node) -> str:
         for size in value.type.shape:
             known |= getattr(size, "free_symbols", set())
 
-    def collect(item: object) -> object:
+    def collect(item: Any) -> Any:
         if isinstance(item, sympy.Expr):
             known.update(item.free_symbols)
         return item

@@ -7,7 +7,7 @@ indices that the graph itself computes are not covered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from graphc.ir.graph import Graph, Node, Value
 
@@ -27,9 +27,14 @@ SAME_ELEMENTS = frozenset(
 WIDE = ("int32", "int64")
 
 
-def index_ranges(graph: Graph) -> list[tuple[int, int, int, str]]:
-    """(input, lowest, highest + 1, what it is an index of) of each input that is used as an index,
-    as it is or rearranged, over a dimension of static size."""
+def index_ranges(graphs: Sequence[Graph]) -> list[tuple[int, int, int, str]]:
+    """(input, lowest, highest + 1, what it is an index of) of each input that every graph of the
+    plan uses as an index, as it is or rearranged, over a dimension of static size."""
+    first, *others = map(_ranges_of, graphs)
+    return [(*key, text) for key, text in first.items() if all(key in other for other in others)]
+
+
+def _ranges_of(graph: Graph) -> dict[tuple[int, int, int], str]:
     position = {value: k for k, value in enumerate(graph.inputs)}
     found: dict[tuple[int, int, int], str] = {}
     for node in graph.nodes:
@@ -40,7 +45,7 @@ def index_ranges(graph: Graph) -> list[tuple[int, int, int, str]]:
                 name = node.target.removeprefix("aten.").split(".")[0]
                 text = f"an index of {name}" + (f" at {node.location}" if node.location else "")
                 found.setdefault((source, low, end), text)
-    return [(*key, text) for key, text in found.items()]
+    return found
 
 
 def _source(value: Value) -> Value:

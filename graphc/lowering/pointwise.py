@@ -220,9 +220,7 @@ def _sign(node: Node, x: str) -> str:
     t = COMPUTE[_result(node)]
     if t == "bool":
         return x
-    if is_float(_result(node)):
-        return f"({x} != {x} ? {x} : ({t})(({x} > 0) - ({x} < 0)))"
-    return f"({t})(({x} > 0) - ({x} < 0))"
+    return f"({t})(({x} > 0) - ({x} < 0))"  # 0 for NaN, as torch's
 
 
 def _abs(node: Node, x: str) -> str:

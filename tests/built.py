@@ -36,6 +36,8 @@ class Built:
         self.folder = Path(tempfile.mkdtemp(prefix="graphc-test-", dir=folder))
         self.plan = self.folder / "plan"
         try:
+            if isinstance(module, Call) and dynamic is not None:
+                dynamic = (dynamic,)  # one *args
             self.captured = capture(module, args, kwargs, dynamic, keep=native_operators())
             options = replace(options or Options(jobs=1), buckets=self._bucket())
             self.report = build_captured(self.captured, self.plan, options)

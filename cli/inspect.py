@@ -16,6 +16,7 @@ from cli.render import (
     fallback_line,
     lifetime_chart,
     memory_line,
+    places_text,
     print_json,
     print_passes,
     range_text,
@@ -137,7 +138,7 @@ def _kernels(folder: PlanFolder) -> None:
             kernel.steps,
             "cache" if kernel.cached else duration(kernel.seconds),
             kernel.label,
-            ", ".join(dict.fromkeys(kernel.where)),
+            places_text(kernel.where),
         ]
         for kernel in folder.report.kernels
     ]

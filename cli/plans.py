@@ -35,7 +35,8 @@ class PlanFolder:
         return (self.path / "graph.txt").read_text(encoding="utf-8")
 
     def source(self, kernel: str) -> tuple[str, str]:
-        """File name and text of the generated source of a kernel: its symbol, or its file.
+        """File name and text of the generated source of a kernel: its symbol, the symbol's
+        beginning, or its file.
 
         Raises:
             UsageError: no such kernel.
@@ -49,13 +50,15 @@ class PlanFolder:
             if step.kernel
         }
         names = {**sources, **{Path(file).name: file for file in sources.values()}}
-        file = names.get(kernel) or names.get(f"{kernel}.cpp")
+        begun = [name for name in sources if name.startswith(kernel)]
+        file = names.get(kernel) or (sources[begun[0]] if len(begun) == 1 else None)
         if file is None:
-            close = get_close_matches(kernel, names, n=3)
+            close = begun[:3] or get_close_matches(kernel, names, n=3)
+            hint = f"did you mean: {', '.join(close)}?"
             raise UsageError(
                 f"expected a kernel of the plan, found {kernel!r}",
                 where=str(self.path),
-                hint=f"did you mean: {', '.join(close)}?" if close else "see: inspect kernels",
+                hint=hint if close else f"graphc inspect {self.path} kernels lists them",
             )
         path = self.path / file
         if not path.is_file():

@@ -155,13 +155,15 @@ def print_passes(passes: Sequence[PassRecord]) -> None:
         out.print(Text(f"\n{record.name} ({record.phase})"))
         for rule, count in matches_by_rule(record.matches).items():
             places = [match.where for match in record.matches if match.rule == rule and match.where]
-            out.print(Text(f"  {rule}: {count}" + (f"  at {_places(places)}" if places else "")))
+            out.print(
+                Text(f"  {rule}: {count}" + (f"  at {places_text(places)}" if places else ""))
+            )
         for refusal in record.refusals:
             where = f"  at {refusal.where}" if refusal.where else ""
             out.print(Text(f"  refused {refusal.rule} {refusal.node}: {refusal.reason}{where}"))
 
 
-def _places(places: Sequence[str], most: int = 3) -> str:
+def places_text(places: Sequence[str], most: int = 3) -> str:
     """ "net.py:12 (4 times), net.py:30", the first `most` different ones."""
     counts: dict[str, int] = {}
     for place in places:

@@ -274,12 +274,13 @@ class _Build:
             if not isinstance(step, KernelStep):
                 continue
             old = kernels.get(step.symbol)
+            places = sorted({location.get(n, "") for n in step.nodes} - {""})
             made = origins.get(step.unit.name)
             kernels[step.symbol] = KernelRecord(
                 step.symbol, sources.get(step.symbol, ""), (old.steps if old else 0) + 1,
                 made is None or made.origin == "hit", step.label,
                 [*(old.nodes if old else []), *step.nodes],
-                sorted({location.get(n, "") for n in step.nodes} - {""}),
+                list(dict.fromkeys([*(old.where if old else []), *places])),
                 made.seconds if made else 0.0,
             )  # fmt: skip
         fallbacks = [

@@ -13,7 +13,7 @@ from graphc.errors import CaptureError, UnsupportedError
 from graphc.frontends import guards
 from graphc.frontends.aliases import overlapping, shared_state, window
 from graphc.frontends.lengths import simplify_rounding
-from graphc.frontends.locations import location_of
+from graphc.frontends.locations import traced_at
 from graphc.frontends.naming import Asked, Place, int_range
 from graphc.frontends.scalars import Scalars
 from graphc.ir.graph import Graph, Node, Value, make_node, prune
@@ -136,7 +136,7 @@ class Importer:
             if self._scalars.is_number(item):
                 raise UnsupportedError(
                     "expected tensors or lengths as results, found a number computed from them",
-                    where=location_of(item.meta.get("stack_trace")),
+                    where=traced_at(item.meta),
                     hint="return it as a 0-d tensor",
                 )
             converted = self._argument(item)
@@ -211,7 +211,7 @@ class Importer:
         if not isinstance(found, torch.Tensor):
             raise UnsupportedError(
                 f"expected straight-line code, found the sub-graph {fx_node.target}",
-                where=location_of(next(iter(fx_node.users)).meta.get("stack_trace")),
+                where=traced_at(next(iter(fx_node.users)).meta),
                 hint="make the condition static (a constant or a shape)",
             )
         value = Value("weight", self._unique(fx_node.name), type_of(found))
@@ -340,7 +340,7 @@ class Importer:
             if item not in self._values:
                 raise UnsupportedError(
                     f"expected a tensor, found {value!r}",
-                    where=location_of(item.meta.get("stack_trace")),
+                    where=traced_at(item.meta),
                 )
             return self._values[item][0]
         if isinstance(item, (tuple, list)):
@@ -351,7 +351,7 @@ class Importer:
 
     def _call(self, fx_node: torch.fx.Node) -> None:
         target, value = fx_node.target, fx_node.meta.get("val")
-        where = location_of(fx_node.meta.get("stack_trace"))
+        where = traced_at(fx_node.meta)
         if getattr(target, "__name__", "") == "getitem":
             source, index = fx_node.args
             if isinstance(source, torch.fx.Node) and source in self._values:

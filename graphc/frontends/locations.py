@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.fx.traceback import annotate
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _FOREIGN = ("/torch/", "/graphc/frontends/", "<frozen ", "<string>", "<eval_with_key>")
@@ -20,6 +25,21 @@ def location_of(stack_trace: str | None) -> str:
         if is_user(path):
             return f"{'/'.join(path.split('/')[-2:])}:{line}"
     return ""
+
+
+_PART = "graphc_part"
+
+
+def part(name: str) -> AbstractContextManager[None]:
+    """What is traced inside stems from this part of a model that has no source lines."""
+    marked: AbstractContextManager[None] = annotate({_PART: name})
+    return marked
+
+
+def traced_at(meta: Mapping[str, Any]) -> str:
+    """Where an fx node's call stands: the user's source line, else the part of the model."""
+    found = location_of(meta.get("stack_trace"))
+    return found or str((meta.get("custom") or {}).get(_PART, ""))
 
 
 def raised_at(error: BaseException, root: str = "") -> str:

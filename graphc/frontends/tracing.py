@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 import torch
+from torch.fx.traceback import preserve_node_meta
 
 #: loggers that comment on what torch.export then raises, and the levels that nobody chose
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
@@ -23,7 +24,8 @@ def tracing() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings(), _quiet_logs(), torch.no_grad():
+        # node meta: what `locations.part` notes reaches the graph
+        with warnings.catch_warnings(), _quiet_logs(), torch.no_grad(), preserve_node_meta():
             warnings.simplefilter("ignore")
             with contextlib.redirect_stderr(cast(TextIO, _Stderr(sys.stderr))):
                 yield

@@ -17,6 +17,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphc.errors import GraphcError
+from graphc.frontends.locations import part
 from graphc.frontends.onnx.functions import function_body
 from graphc.frontends.onnx.graph import Constant, OnnxGraph, OnnxNode
 from graphc.frontends.onnx.registry import Operator, find_static
@@ -92,7 +93,8 @@ class Interpreter:
         """The outputs of one node."""
         node.interpreter = self
         try:
-            return self._execute(node, values, scope)
+            with part(node.name or f"{node.op_type} of {node.outputs[0]}"):
+                return self._execute(node, values, scope)
         except GraphcError:
             raise
         except GuardOnDataDependentSymNode as error:

@@ -25,8 +25,15 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.store": GROUND,
     "graphc.builder": IR
     | {
-        "graphc", "graphc.frontends", "graphc.lowering", "graphc.plan", "graphc.plan_io",
-        "graphc.report", "graphc.shapes", "graphc.store", "graphc.toolchain",
+        "graphc",
+        "graphc.frontends",
+        "graphc.lowering",
+        "graphc.plan",
+        "graphc.plan_io",
+        "graphc.report",
+        "graphc.shapes",
+        "graphc.store",
+        "graphc.toolchain",
     },
     "graphc.ir": GROUND,
     "graphc.ops": IR,

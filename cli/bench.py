@@ -13,7 +13,7 @@ from cli.inputs import make_inputs
 from cli.measure import interleaved, median
 from cli.options import BuildOptions, build_options
 from cli.peers import PEERS, Unavailable
-from cli.render import console, duration, print_json, table
+from cli.render import duration, print_json, print_table
 from cli.run import split_inputs
 from graphc.errors import UsageError
 
@@ -64,7 +64,7 @@ def bench(
     ]
     lines = ", ".join(f"{name} = {value}" for name, value in result["symbols"].items())
     click.echo(f"{model} at {lines or 'fixed lengths'}, {threads} thread(s), median of {rounds}")
-    console().print(table(["", "latency", "x graphc"], rows, "lrr"))
+    print_table(["", "latency", "x graphc"], rows, "lrr")
     for name, reason in result["skipped"].items():
         click.echo(f"skipped {name}: {reason}")
 

@@ -13,7 +13,7 @@ from cache.bundle import Counts, export_bundle, import_bundle
 from cache.key import Key
 from cache.store import Store
 from cache.why import Nearest, nearest
-from cli.render import console, duration, print_json, size, table
+from cli.render import duration, print_json, print_table, size
 from graphc.errors import DamagedError, UsageError
 from graphc.store import PAYLOADS
 
@@ -55,7 +55,7 @@ def info(as_json: bool) -> None:
     click.echo(f"{store.root}{'' if store.writable else f'  (not writable: {store.obstacle})'}")
     click.echo(f"{size(used)} of {size(store.limit)} ({100 * used / store.limit:.1f}%)")
     rows = [(name, count, size(nbytes)) for name, (count, nbytes) in buckets.items()]
-    console().print(table(("bucket", "entries", "size"), rows, " rr"))
+    print_table(("bucket", "entries", "size"), rows, " rr")
     if hits + misses:
         share = 100 * hits / (hits + misses)
         click.echo(f"look-ups: {hits} of {hits + misses} hit ({share:.1f}%)")
@@ -84,7 +84,7 @@ def list_(as_json: bool) -> None:
         for item in entries
     ]
     columns = ("key", "bucket", "kernel", "size", "made in", "last used")
-    console().print(table(columns, rows, "   rr"))
+    print_table(columns, rows, "   rr")
     _say(store)
 
 

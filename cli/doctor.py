@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from cache.store import Store
-from cli.render import console, print_json, size, table
+from cli.render import print_json, print_table, size
 from graphc.errors import CompileError, GraphcError
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.isa import Isa
@@ -46,7 +46,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         print_json({"ok": not bad, "findings": [asdict(finding) for finding in findings]})
     else:
         rows = [(f.state, f.subject, f.text + (f"; {f.hint}" if f.hint else "")) for f in findings]
-        console().print(table(("", "what", "found"), rows))
+        print_table(("", "what", "found"), rows)
     if bad:
         ctx.exit(1)
 

@@ -11,7 +11,6 @@ from cli.plans import PlanFolder
 from cli.render import (
     bucket_line,
     compiled,
-    console,
     duration,
     fallback_line,
     lifetime_chart,
@@ -19,9 +18,9 @@ from cli.render import (
     places_text,
     print_json,
     print_passes,
+    print_table,
     range_text,
     size,
-    table,
 )
 
 VIEWS = ("summary", "passes", "graph", "memory", "kernels", "buckets", "fallbacks")
@@ -142,7 +141,7 @@ def _kernels(folder: PlanFolder) -> None:
         ]
         for kernel in folder.report.kernels
     ]
-    console().print(table(["kernel", "steps", "compiled", "computes", "at"], rows, "lrrll"))
+    print_table(["kernel", "steps", "compiled", "computes", "at"], rows, "lrrll")
 
 
 def _buckets(folder: PlanFolder) -> None:
@@ -158,7 +157,7 @@ def _buckets(folder: PlanFolder) -> None:
         for bucket in folder.report.buckets
     ]
     columns = ["phase", "bucket", "limits", "steps", "kernels", "fallbacks"]
-    console().print(table(columns, rows, "lllrrr"))
+    print_table(columns, rows, "lllrrr")
 
 
 def _fallbacks(folder: PlanFolder) -> None:
@@ -167,7 +166,7 @@ def _fallbacks(folder: PlanFolder) -> None:
         click.echo(fallback_line(folder.report))
         return
     rows = [[f.target, f.node, f.phase, f.reason, f.where] for f in fallbacks]
-    console().print(table(["operator", "node", "phase", "reason", "at"], rows))
+    print_table(["operator", "node", "phase", "reason", "at"], rows)
 
 
 _TEXT = {

@@ -82,6 +82,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: str
     return made
 
 
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: str = ""
+) -> None:
+    """Prints a table, without the blanks that fill its last column."""
+    out = console()
+    with out.capture() as captured:
+        out.print(table(columns, rows, numbers))
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
 def print_build(report: BuildReport, output: Path) -> None:
     """The end of a build: what was made, from what, and what didn't go natively."""
     done = report.compile
@@ -129,9 +139,6 @@ def fallback_line(report: BuildReport) -> str:
 
 def print_passes(passes: Sequence[PassRecord]) -> None:
     """One line a pass, then its matches by rule and each refusal with reason and source line."""
-    from rich.text import Text
-
-    out = console()
     verified = any(record.max_abs is not None for record in passes)
     columns = ["pass", "phase", "operators", "matches", "refused", "launches", "traffic", "time"]
     rows = [
@@ -148,19 +155,18 @@ def print_passes(passes: Sequence[PassRecord]) -> None:
         ]
         for record in passes
     ]
-    out.print(table([*columns, *(["max abs", "max rel"] if verified else [])], rows, "llrrrrrrrr"))
+    print_table([*columns, *(["max abs", "max rel"] if verified else [])], rows, "llrrrrrrrr")
     for record in passes:
         if not record.matches and not record.refusals:
             continue
-        out.print(Text(f"\n{record.name} ({record.phase})"))
+        click.echo(f"\n{record.name} ({record.phase})")
         for rule, count in matches_by_rule(record.matches).items():
             places = [match.where for match in record.matches if match.rule == rule and match.where]
-            out.print(
-                Text(f"  {rule}: {count}" + (f"  at {places_text(places)}" if places else ""))
-            )
+            where = f"  at {places_text(places)}" if places else ""
+            click.echo(f"  {rule}: {count}{where}")
         for refusal in record.refusals:
             where = f"  at {refusal.where}" if refusal.where else ""
-            out.print(Text(f"  refused {refusal.rule} {refusal.node}: {refusal.reason}{where}"))
+            click.echo(f"  refused {refusal.rule} {refusal.node}: {refusal.reason}{where}")
 
 
 def places_text(places: Sequence[str], most: int = 3) -> str:

@@ -14,7 +14,7 @@ from cli.inputs import HELP, flatten, make_inputs
 from cli.measure import median, peak_memory, since_process_start
 from cli.options import BuildOptions, build_options
 from cli.plans import is_plan, plan_place
-from cli.render import bucket_line, compiled, console, duration, print_json, size, table
+from cli.render import bucket_line, compiled, duration, print_json, print_table, size
 from graphc.errors import UsageError
 from graphc.plan import Plan
 from graphc.report import CompileRecord
@@ -214,7 +214,7 @@ def print_steps(steps: list[dict[str, Any]]) -> None:
         [s["step"], duration(s["ns"] * 1e-9), f"{100 * s['ns'] / total:.1f}%", s["label"]]
         for s in slowest
     ]
-    console().print(table(["step", "time", "share", "computes"], rows, "rrrl"))
+    print_table(["step", "time", "share", "computes"], rows, "rrrl")
 
 
 def _output_name(plan: Plan, index: int) -> str:

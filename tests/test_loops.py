@@ -212,6 +212,11 @@ def test_every_row_against_eager(dtype: torch.dtype) -> None:
                 got, expected = got[fine], expected[fine]
         if name in ("lgamma.default", "tan.default", "hypot.default"):
             rtol *= 4
+        if name in ("sin.default", "cos.default") and not dtype.is_floating_point:
+            fine = x.double().abs() < 3e15  # beyond, an angle in float32 has no digits left
+            got, expected = got[fine], expected[fine]
+        if name == "pow.Tensor_Scalar" and dtype is torch.float16:
+            got, expected = got[x != -INF], expected[x != -INF]  # -inf ** 0.5: pow, not sqrt
         if name == "gelu.default":  # of infinity: NaN in torch's vector loop, infinity in its rest
             got, expected = got[x.isfinite()], expected[x.isfinite()]
         try:
@@ -224,9 +229,22 @@ def test_every_row_against_eager(dtype: torch.dtype) -> None:
     assert not odd
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="passes/simplify/positions.py: "
-                   "_read takes a number in front of a tensor for a value")  # fmt: skip
-@pytest.mark.parametrize("name", ["remainder", "bitwise_and", "bitwise_or", "bitwise_xor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "remainder",
+        "bitwise_or",
+        "bitwise_xor",
+        pytest.param(
+            "bitwise_and",
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AttributeError,
+                reason="passes/simplify/positions.py, _read: a number in front of a tensor",
+            ),
+        ),
+    ],
+)
 def test_a_number_in_front(name: str) -> None:
     y = T([1, 2, 3, 4, 5])
     function = getattr(aten, name).Scalar_Tensor

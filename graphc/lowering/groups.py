@@ -358,7 +358,11 @@ class _Grouper:
                 have = frozenset(a for a in axes if a is not None)
                 if have != everything and have != everything - reduced and have:
                     return
-        # no path between the two except the direct edge
+        # no path between the two except the edge at node: whoever else reads `other`, a product or
+        # an elementwise node that saw it along other axes, reads memory that must be complete
+        for member in group.members:
+            if member is not node and any(g is other for g in self._external(group, member)):
+                return
         for between in list(group.depends):
             if between is not other and self._reaches(between, other):
                 return

@@ -226,8 +226,8 @@ class _Build:
         graph = lowered.graph
         outputs: list[Output] = []
         for position, (kind, what) in enumerate(lowered.results):
-            type_ = lowered.result_types[position]
-            tensor = None if type_ is None else _tensor(f"output{position}", type_, table)
+            type_, name = lowered.result_types[position], captured.result_names[position]
+            tensor = None if type_ is None else _tensor(name, type_, table)
             if kind == "dim":
                 outputs.append(Output(None, "expression", table.add(what)))
             elif kind == "constant":

@@ -254,3 +254,36 @@ def test_length_texts() -> None:
     for text in ("T", "T=a:b", "T=9:3", "T="):
         with pytest.raises(UsageError):
             parse_lengths([text])
+
+
+@pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (lambda x: x + 1, ("output0",)),
+        (lambda x: (x + 1, [x * 2, x * 3]), ("output0", "1.0", "1.1")),
+        (lambda x: {"a": x + 1, "b": (x * 2, x * 3)}, ("a", "b.0", "b.1")),
+        (lambda x: ({"a": x + 1}, {"a": x * 2}), ("0.a", "1.a")),
+    ],
+)
+def test_results_have_names(result: Any, names: tuple[str, ...]) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return result(x)
+
+    source = Source(Net(), (torch.zeros(2),), {}, None, "module", "net")
+    assert capture_source(source, frozenset()).result_names == names
+
+
+def test_results_of_an_onnx_model_have_its_names(tmp_path: Path) -> None:
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["positive"]), helper.make_node("Neg", ["x"], ["turned"])],
+        "two",
+        [info("x", TensorProto.FLOAT, [2])],
+        [info("positive", TensorProto.FLOAT, [2]), info("turned", TensorProto.FLOAT, [2])],
+    )
+    path = tmp_path / "two.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), path)
+    captured = capture_source(resolve(str(path)), frozenset())
+    assert captured.result_names == ("positive", "turned")
+    assert [node.location for node in captured.graph.nodes] == ["Relu of positive", "Neg of turned"]

@@ -35,7 +35,7 @@ from graphc.frontends.naming import (
 from graphc.frontends.ranges import narrow
 from graphc.frontends.side_effects import check_unchanged, plain_numbers, watched
 from graphc.frontends.tracing import tracing
-from graphc.frontends.trees import describe_tree
+from graphc.frontends.trees import describe_tree, leaf_names
 from graphc.ir.graph import Graph
 from graphc.ir.types import UNBOUNDED
 
@@ -48,6 +48,7 @@ class Captured:
     `positional_names` are forward's parameter names of the positional arguments.
     `requested` gives each named length's range as the user asked for it (the proven one is in
     graph.symbols); `notes` say where the two differ.
+    `result_names` names each result leaf.
     """
 
     graph: Graph
@@ -59,6 +60,7 @@ class Captured:
     out_spec: Any
     notes: tuple[str, ...] = ()
     requested: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    result_names: tuple[str, ...] = ()
 
 
 class _Opaque(TorchFunctionMode):
@@ -309,5 +311,5 @@ def _assemble(
             said.append(f"{name} is proven for {info.minimum}..{info.maximum}, asked for {wanted}")
     return Captured(
         graph, arguments, keywords, results, (), importer.state_names, out_spec, tuple(said),
-        requested,
+        requested, leaf_names(results, len(graph.results)),
     )  # fmt: skip

@@ -45,6 +45,7 @@ def load_checkpoint(
             hint="pip install 'graphc[hf]'",
         ) from error
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

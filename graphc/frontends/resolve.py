@@ -97,7 +97,11 @@ def capture_source(source: Source, keep: frozenset[str]) -> Captured:
     """
     if source.program is not None:
         return import_program(source.program, keep=keep, asked=source.named)
-    return capture(source.module, source.args, source.kwargs, source.dynamic_shapes, keep=keep)
+    captured = capture(source.module, source.args, source.kwargs, source.dynamic_shapes, keep=keep)
+    names = tuple(getattr(source.module, "output_names", ()) if source.kind == "onnx" else ())
+    if len(names) == len(captured.result_names):
+        return replace(captured, result_names=names)
+    return captured
 
 
 def _load(model: str | torch.nn.Module, lengths: Lengths, dtype: str | None) -> Source:

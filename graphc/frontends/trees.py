@@ -14,6 +14,29 @@ def describe_tree(spec: Any, leaves: Sequence[Any]) -> Any:
     return _walk(spec, iterator)
 
 
+def leaf_names(tree: Any, count: int) -> tuple[str, ...]:
+    """A name for each of `count` result leaves of a JSON tree: the keys on the way to it
+    ("last_hidden_state", "past.0"), else "output0" by position."""
+    names = [f"output{i}" for i in range(count)]
+
+    def visit(item: Any, path: str) -> None:
+        if not isinstance(item, dict):
+            return
+        ((kind, content),) = item.items()
+        if kind == "leaf" and path:
+            names[content] = path
+        elif kind == "dict":
+            for key, child in content:
+                visit(child, f"{path}.{key}" if path else str(key))
+        elif kind in ("tuple", "list"):
+            for index, child in enumerate(content):
+                inner = isinstance(child, dict) and "leaf" not in child
+                visit(child, f"{path}.{index}" if path else str(index) if inner else "")
+
+    visit(tree, "")
+    return tuple(names)
+
+
 def _walk(spec: Any, leaves: Any) -> Any:
     if spec.is_leaf():
         return next(leaves)

@@ -97,3 +97,18 @@ def rebuild(
             made[id(scalar)] = scalar
     stores = [Store(made[id(s.scalar)], s.view, pick(s.strides)) for s in loop.stores]
     return Loop(domain, reduced, stores, loop.names)
+
+
+def result_axes(
+    shape: Sequence[Dim], counts: tuple[int, int, int]
+) -> tuple[list[int], list[int], list[int]]:
+    """Domain axes (size-1 dims have none) of the Z, M and N dims of a result."""
+    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    axis = 0
+    for dim, size in enumerate(shape):
+        if size == 1:
+            continue
+        which = 0 if dim < counts[0] else (1 if dim < counts[0] + counts[1] else 2)
+        parts[which].append(axis)
+        axis += 1
+    return parts

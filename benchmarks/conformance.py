@@ -29,6 +29,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphc.api import Options, build_captured
+from graphc.errors import InputRejectedError
 from graphc.frontends.capture import capture
 from graphc.frontends.variants import further_captures
 from graphc.lowering.classify import native_operators
@@ -107,6 +108,24 @@ def torch_op(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         compiled.close()
 
 
+class PerLength:
+    """A model over a symbolic length; where its plan rejects a length that the capture does not
+    hold for, a plan of that very length is built."""
+
+    def __init__(self, module: torch.nn.Module, first: Compiled) -> None:
+        self.module = module
+        self.plans = [first]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for plan in self.plans:
+            try:
+                return plan(*args, **kwargs)
+            except InputRejectedError:
+                continue
+        self.plans.append(Compiled(self.module, args, kwargs))
+        return self.plans[-1](*args, **kwargs)
+
+
 def zoo(
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -114,20 +133,23 @@ def zoo(
     dynamic_shapes: Any,
 ) -> Callable[..., Any]:
     """A model over a symbolic length."""
-    return Compiled(module, args, kwargs, dynamic_shapes)
+    return PerLength(module, Compiled(module, args, kwargs, dynamic_shapes))
 
 
-bug_case = zoo
+bug_case = Compiled
 
 
 def onnx_case(model: Any, inputs: list[Any]) -> list[Any]:
-    """One ONNX model in memory: fixed shapes, those of the inputs."""
+    """One ONNX model in memory: fixed shapes, those of the inputs; inputs that decide shapes or
+    axes are fixed to the value given, as a user of such a model must."""
     from graphc.frontends.onnx_model import load_onnx
 
     names = [i.name for i in model.graph.input]
     initializers = {i.name for i in model.graph.initializer}
     feeds = dict(zip([n for n in names if n not in initializers], inputs, strict=False))
-    return _run_onnx(load_onnx(model), feeds, dynamic=False)
+    module = load_onnx(model)
+    fixed = {n: feeds[n] for n in module.structural_inputs if feeds.get(n) is not None}
+    return _run_onnx(load_onnx(model, fixed=fixed) if fixed else module, feeds, dynamic=False)
 
 
 def _run_onnx(module: Any, feeds: Mapping[str, Any], *, dynamic: bool) -> list[Any]:

@@ -16,7 +16,7 @@ from graphc.frontends.lengths import simplify_rounding
 from graphc.frontends.locations import traced_at
 from graphc.frontends.naming import Asked, Place, int_range
 from graphc.frontends.scalars import Scalars
-from graphc.ir.graph import Graph, Node, Value, make_node, prune
+from graphc.ir.graph import Graph, Guard, Node, Value, make_node, prune
 from graphc.ir.infer import type_of
 from graphc.ir.types import (
     UNBOUNDED,
@@ -74,6 +74,7 @@ class Importer:
         self._states: dict[Value, torch.Tensor] = {}
         self._nodes: list[Node] = []
         self._taken: set[str] = set()
+        self._more_guards: list[Guard] = []
         self._scalars = Scalars(self.symbols, self._nodes.append, self._dim, self._value_of)
 
     def run(self) -> Graph:
@@ -153,7 +154,8 @@ class Importer:
             Graph(
                 self.symbols, tuple(self._inputs), self._weights, self._states,
                 tuple(self._nodes), tuple(results), state_updates, input_updates,
-                guards.collect(self.program, self._rename, saved=self.saved),
+                (*guards.collect(self.program, self._rename, saved=self.saved),
+                 *self._more_guards),
             )
         )  # fmt: skip
 
@@ -283,7 +285,10 @@ class Importer:
         self._renames[expr] = symbol(name)
 
     def _data_symbol(self, expr: sympy.Expr, low: int, high: int) -> None:
-        info = Symbol(str(expr), max(low, 0), high, data=True)
+        # a number read from data may be negative; a size may not
+        info = Symbol(
+            str(expr), low if expr.is_nonnegative is None else max(low, 0), high, data=True
+        )
         self.symbols[info.name] = info
         self._renames[expr] = info.expr
 
@@ -306,6 +311,16 @@ class Importer:
                     )
                 self._data_symbol(free, 0, UNBOUNDED)
         return as_dim(simplify_rounding(expr).xreplace(self._renames))
+
+    def _kept_dims(self, node: Node) -> None:
+        """torch traces a squeeze of a size known only from data as if it were not 1: the run has
+        to make sure of it."""
+        for size in node.outputs[0].type.shape:
+            free = getattr(size, "free_symbols", set())
+            if any(self.symbols[str(s)].data for s in free):
+                condition = sympy.Ne(size, 1)
+                if condition is not sympy.true:
+                    self._more_guards.append(Guard(condition, f"{size} != 1 (squeezed)"))
 
     # -- types and calls ---------------------------------------------------------------------
 
@@ -384,6 +399,8 @@ class Importer:
         types = [self._result(v) for v in flat]
         node = make_node(target, args, kwargs, fx_node.name, types, where)
         self._nodes.append(node)
+        if name.startswith("aten.squeeze."):
+            self._kept_dims(node)
         self._values[fx_node] = node.outputs
 
 

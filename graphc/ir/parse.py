@@ -60,7 +60,7 @@ _RELATIONS: dict[type, Callable[[Any, Any], Any]] = {
 _MARK = "\u00d8"
 _REFERENCE = re.compile(r'"(?:[^"\\]|\\.)*"|%(\d+)')
 _LEAF = re.compile(r"^%(\d+): (\S+) = (input|weight|state)\((\"(?:[^\"\\]|\\.)*\")(?:, (\w+))?\)$")
-_SYMBOL = re.compile(r"^symbol (\w+) in (\d+)\.\.(\d+|inf)( data)?$")
+_SYMBOL = re.compile(r"^symbol (\w+) in (-?\d+)\.\.(\d+|inf)( data)?$")
 _UPDATE = re.compile(r"^update (state|input) %(\d+) = %(\d+)$")
 _TARGET = re.compile(r"^(\w+)\.(\w+)\.(\w+)$")
 _TYPE = re.compile(r"^(\w+)\[([^\]]*)\](?:@\[([^\]]*)\])?$")
@@ -350,7 +350,7 @@ class _Expressions:
         if name in ("inf", "nan"):
             return float(name)
         info = self.symbols.get(name)
-        return symbol(name, data=info is not None and info.data)
+        return info.expr if info is not None else symbol(name)
 
     def _call(self, name: str, args: list[Any]) -> Any:
         if name == "device" and len(args) == 1:

@@ -215,14 +215,17 @@ class Symbol:
     @property
     def expr(self) -> sympy.Symbol:
         """The sympy symbol of this name, with torch's assumptions."""
-        return symbol(self.name, data=self.data)
+        return symbol(self.name, data=self.data, signed=self.minimum < 0)
 
 
 UNBOUNDED = 2**62
 
 
-def symbol(name: str, *, data: bool = False) -> sympy.Symbol:
-    """The sympy symbol named `name` (positive for lengths, non-negative for data sizes)."""
+def symbol(name: str, *, data: bool = False, signed: bool = False) -> sympy.Symbol:
+    """The sympy symbol named `name`: positive for lengths, non-negative for sizes known only from
+    data, any integer for numbers read from data."""
+    if signed:
+        return sympy.Symbol(name, integer=True)
     if data:
         return sympy.Symbol(name, integer=True, nonnegative=True)
     return sympy.Symbol(name, integer=True, positive=True)

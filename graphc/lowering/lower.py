@@ -33,7 +33,7 @@ from graphc.lowering import views
 from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
 from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
-from graphc.lowering.loop_axes import collapses, rebuild
+from graphc.lowering.loop_axes import collapses, rebuild, result_axes
 from graphc.lowering.loop_build import build_loop
 from graphc.lowering.loop_codegen import generate
 from graphc.lowering.loop_epilogue import generate_epilogue
@@ -250,13 +250,15 @@ class Lowering:
 
     def _node(self, node: Node, group: Group) -> None:
         """A template; if its rule refuses, torch does it and the epilogue becomes a loop."""
-        mark = (len(self.steps), len(self.buffers), len(self.constants), dict(self.memory))
+        mark = len(self.steps)
+        before = dict(self.memory), dict(self.row_major_copies)
         self._fused_behind = False
         try:
             RULES[node.target](self, node)
         except Refuse as refusal:
-            del self.steps[mark[0] :]
-            self.memory = mark[3]
+            # what the rule had begun is undone, copies it asked for included
+            del self.steps[mark:]
+            self.memory, self.row_major_copies = before
             self._fallback(node, str(refusal))
         else:
             for value in node.outputs:
@@ -368,6 +370,10 @@ class Lowering:
         return self._bound
 
     def _external(self, value: Value) -> View:
+        planned = self._result_buffers.pop(value, None)
+        if planned is not None:  # torch makes the result itself: no buffer of the caller's
+            unused = self.buffers[planned.buffer]
+            unused.kind, unused.index, unused.nbytes = "arena", -1, 0
         view = self._buffer("external", -1, value.type, value.name)
         self.memory[value] = view
         return view
@@ -489,7 +495,7 @@ class Lowering:
         counts = result_parts(node)
         if counts is None:
             raise InternalError(f"{node.target} has no epilogue parts")
-        parts = _parts(result.type.shape, counts)
+        parts = result_axes(result.type.shape, counts)
         loop = build_loop(self, group, stored, self.grouping)
         loop = self._collapsible(loop, parts)
         name, source, arguments = generate_epilogue(loop, parts, pointers, immediates)
@@ -570,21 +576,6 @@ class Lowering:
             folder = Path(graphc.kernels.__path__[0])
             self._headers[name] = (folder / name).read_text()
         return self._headers[name]
-
-
-def _parts(
-    shape: Sequence[Dim], counts: tuple[int, int, int]
-) -> tuple[list[int], list[int], list[int]]:
-    """Domain axes (size-1 dims have none) of the Z, M and N dims of a result."""
-    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
-    axis = 0
-    for dim, size in enumerate(shape):
-        if size == 1:
-            continue
-        which = 0 if dim < counts[0] else (1 if dim < counts[0] + counts[1] else 2)
-        parts[which].append(axis)
-        axis += 1
-    return parts
 
 
 def _writes_any_layout(node: Node | None) -> bool:

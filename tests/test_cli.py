@@ -20,7 +20,7 @@ from cli.compare import check, compare, read_expected, save
 from cli.inputs import evaluate, flatten, make_inputs
 from cli.main import COMMANDS, main
 from cli.options import check_model
-from cli.render import duration, lifetime_chart, size
+from cli.render import duration, lifetime_chart, places_text, range_text, size
 from cli.verify import failing
 from graphc.errors import (
     CacheMissError,
@@ -34,6 +34,7 @@ from graphc.errors import (
     PlanMismatchError,
     UsageError,
 )
+from graphc.ir.types import UNBOUNDED
 from graphc.plan import (
     ABI_VERSION,
     FORMAT_VERSION,
@@ -480,6 +481,13 @@ def test_sizes_and_times() -> None:
     assert [duration(t) for t in (1.2e-5, 0.0123, 1.5)] == ["12 µs", "12.3 ms", "1.50 s"]
 
 
+def test_places_and_ranges() -> None:
+    assert places_text([]) == ""
+    assert places_text(["a:1", "b:2", "a:1"]) == "a:1 (2 times), b:2"
+    assert places_text([f"a:{line}" for line in range(5)]) == "a:0, a:1, a:2, and 2 more"
+    assert range_text(1, 2048) == "1 to 2048" and range_text(2, UNBOUNDED) == "2 and above"
+
+
 @pytest.mark.parametrize(
     ("view", "words"),
     [
@@ -504,6 +512,8 @@ def test_inspect_views(
 
 def test_inspect_shows_a_kernel(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder), "--kernel", "k0"]) == 0
+    assert capsys.readouterr().out == "void k0() {}\n"
+    assert main(["inspect", str(folder), "--kernel", "k"]) == 0  # no other begins so
     assert capsys.readouterr().out == "void k0() {}\n"
     assert main(["inspect", str(folder), "--kernel", "k0.cp"]) == 2
     assert "did you mean: k0" in capsys.readouterr().err

@@ -316,7 +316,7 @@ class Importer:
         """torch traces a squeeze of a size known only from data as if it were not 1: the run has
         to make sure of it."""
         for size in node.outputs[0].type.shape:
-            free = getattr(size, "free_symbols", set())
+            free: set[sympy.Symbol] = getattr(size, "free_symbols", set())
             if any(self.symbols[str(s)].data for s in free):
                 condition = sympy.Ne(size, 1)
                 if condition is not sympy.true:

@@ -2,15 +2,15 @@
 //
 // A value becomes an unsigned key that orders like torch orders values (NaN greatest, -0 equal
 // to +0); descending order flips the key's bits. Equal keys keep their index order, so every
-// sort is stable and the ties of topk go to the lowest index. Keys of up to 32 bits travel with
+// sort is stable; topk resolves ties as eager torch does (see Ties). Keys of up to 32 bits travel with
 // their index in one 64-bit word, wider ones as a pair.
 //
 // Tensors are [outer, n, inner], row-major.  Range: outer * inner columns.
 // gc_sort_*:   imm: n, inner, descending.      ptr: src, values, indices (int64).
-// gc_topk_*:   imm: n, inner, k, largest.      ptr: src, values [outer, k, inner], indices.
+// gc_topk_*:   imm: n, inner, k, largest, sorted.  ptr: src, values [outer, k, inner], indices.
 // gc_kth_*:    imm: n, inner, k (from 0), median.  ptr: src, values [outer, inner], indices.
 //              median: a row with NaN gives its first NaN.
-// scratch in words of 16 bytes: sort 2 * n, kth n, topk n or, for k * n > 4096, min(n, 2 * k + 64).
+// scratch in words of 16 bytes: sort 2 * n, kth n, topk n.
 #include "strided.h"
 
 #include <algorithm>
@@ -141,7 +141,100 @@ void sort(const gc_args* args, int64_t begin, int64_t end) {
   }
 }
 
+// The choice that eager torch makes among equal values is an accident of its algorithm; models
+// whose scores tie (rectified scores are often 0) depend on it. With ties the same standard
+// algorithms run on the same pairs with the same order, so the same elements are chosen.
+template <class T>
+struct Ties {
+  using Value = decltype(+T());
+  struct Item {
+    Value first;
+    int64_t second;
+  };
+
+  // whether the k chosen, best first, are the only possible answer
+  static bool unique(const T* src, int64_t n, int64_t inner, const int64_t* chosen, int64_t k) {
+    for (int64_t i = 1; i < k; ++i)
+      if (key_of(src[chosen[i * inner] * inner]) == key_of(src[chosen[(i - 1) * inner] * inner])) return false;
+    const auto last = key_of(src[chosen[(k - 1) * inner] * inner]);
+    int64_t equal = 0;
+    for (int64_t i = 0; i < n; ++i) equal += key_of(src[i * inner]) == last;
+    return equal == 1;
+  }
+
+  template <class Order>
+  static void run(Item* items, int64_t n, int64_t k, bool sorted, Order before) {
+    if (k * 64 <= n) {
+      std::partial_sort(items, items + k, items + n, before);
+      return;
+    }
+    std::nth_element(items, items + k - 1, items + n, before);
+    if (sorted) std::sort(items, items + k - 1, before);
+  }
+
+  static void choose(Item* items, int64_t n, int64_t k, bool largest, bool sorted) {
+    if (largest)
+      run(items, n, k, sorted, [](const Item& x, const Item& y) {
+        return (x.first != x.first && y.first == y.first) || x.first > y.first;
+      });
+    else
+      run(items, n, k, sorted, [](const Item& x, const Item& y) {
+        return (x.first == x.first && y.first != y.first) || x.first < y.first;
+      });
+  }
+};
+
 constexpr int64_t kDirect = 4096;  // up to this k * n, topk looks at every item k times
+
+// The best k of a column, best first, ties to the lowest index.
+template <class T>
+void best(typename Column<T>::Word* words, const T* src, int64_t n, int64_t inner, int64_t k,
+          typename Column<T>::Key mask, int64_t* indices) {
+  using C = Column<T>;
+  using Key = typename C::Key;
+  using Word = typename C::Word;
+  constexpr int kBlock = 64;
+  const int64_t room = min64(n, 2 * k + kBlock);
+  if (sizeof(Word) == 8 && k <= 16 && k * n <= kDirect) {  // the router of a mixture of experts
+    C::fill(words, src, n, inner, mask != 0);
+    uint64_t least = 0;
+    for (int64_t i = 0; i < k; ++i) {
+      const uint64_t word = next_word((const uint64_t*)words, n, least);
+      least = word + 1;
+      indices[i * inner] = (int64_t)(uint32_t)word;
+    }
+    return;
+  }
+  int64_t held = 0;
+  Key limit = (Key)~(Key)0;
+  bool limited = false;
+  for (int64_t b = 0; b < n; b += kBlock) {
+    const int64_t m = min64(kBlock, n - b);
+    Key keys[kBlock];
+    const T* s = src + b * inner;
+    int hits = 0;
+    if (inner == 1 && m == kBlock) {
+      for (int i = 0; i < kBlock; ++i) keys[i] = (Key)(key_of(s[i]) ^ mask);
+      for (int i = 0; i < kBlock; ++i) hits += keys[i] < limit;
+    } else {
+      for (int64_t i = 0; i < m; ++i) keys[i] = (Key)(key_of(s[i * inner]) ^ mask);
+      for (int64_t i = 0; i < m; ++i) hits += keys[i] < limit;
+    }
+    if (limited && hits == 0) continue;
+    for (int64_t i = 0; i < m; ++i)
+      if (!limited || keys[i] < limit) words[held++] = make(keys[i], b + i);
+    if (held + kBlock > room && held > k) {
+      select(words, k - 1, held);
+      // later items lose ties against every kept one: strictly smaller keys only
+      limit = (Key)digits_of(words[k - 1]);
+      limited = true;
+      held = k;
+    }
+  }
+  if (held > k) select(words, k - 1, held);
+  std::sort(words, words + min64(k, held));
+  for (int64_t i = 0; i < k; ++i) indices[i * inner] = index_of(words[i]);
+}
 
 // Keeps the best k seen so far plus a buffer of candidates below the current limit; a full
 // buffer is cut back to k. Most blocks of a long row hold no candidate and cost one compare.
@@ -149,63 +242,23 @@ template <class T>
 void topk(const gc_args* args, int64_t begin, int64_t end) {
   using C = Column<T>;
   using Key = typename C::Key;
-  using Word = typename C::Word;
-  constexpr int kBlock = 64;
   const int64_t n = args->imm[0], inner = args->imm[1], k = args->imm[2];
-  const Key mask = args->imm[3] != 0 ? (Key)~(Key)0 : 0;
-  Word* words = (Word*)args->scratch;
+  const bool largest = args->imm[3] != 0, sorted = args->imm[4] != 0;
+  const Key mask = largest ? (Key)~(Key)0 : 0;
   if (k <= 0) return;
-  const int64_t room = min64(n, 2 * k + kBlock);
   for (int64_t c = begin; c < end; ++c) {
     const int64_t outer = c / inner, at = c % inner;
     const T* src = (const T*)args->ptr[0] + outer * n * inner + at;
     T* values = (T*)args->ptr[1] + outer * k * inner + at;
     int64_t* indices = (int64_t*)args->ptr[2] + outer * k * inner + at;
-    if (sizeof(Word) == 8 && k <= 16 && k * n <= kDirect) {  // the router of a mixture of experts
-      C::fill(words, src, n, inner, mask != 0);
-      uint64_t least = 0;
-      for (int64_t i = 0; i < k; ++i) {
-        const uint64_t word = next_word((const uint64_t*)words, n, least);
-        const int64_t from = (int64_t)(uint32_t)word;
-        least = word + 1;
-        values[i * inner] = src[from * inner];
-        indices[i * inner] = from;
-      }
-      continue;
+    best<T>((typename C::Word*)args->scratch, src, n, inner, k, mask, indices);
+    if ((!sorted && k * 64 > n) || !Ties<T>::unique(src, n, inner, indices, k)) {
+      auto* items = (typename Ties<T>::Item*)args->scratch;
+      for (int64_t i = 0; i < n; ++i) items[i] = {(typename Ties<T>::Value)src[i * inner], i};
+      Ties<T>::choose(items, n, k, largest, sorted);
+      for (int64_t i = 0; i < k; ++i) indices[i * inner] = items[i].second;
     }
-    int64_t held = 0;
-    Key limit = (Key)~(Key)0;
-    bool limited = false;
-    for (int64_t b = 0; b < n; b += kBlock) {
-      const int64_t m = min64(kBlock, n - b);
-      Key keys[kBlock];
-      const T* s = src + b * inner;
-      int hits = 0;
-      if (inner == 1 && m == kBlock) {
-        for (int i = 0; i < kBlock; ++i) keys[i] = (Key)(key_of(s[i]) ^ mask);
-        for (int i = 0; i < kBlock; ++i) hits += keys[i] < limit;
-      } else {
-        for (int64_t i = 0; i < m; ++i) keys[i] = (Key)(key_of(s[i * inner]) ^ mask);
-        for (int64_t i = 0; i < m; ++i) hits += keys[i] < limit;
-      }
-      if (limited && hits == 0) continue;
-      for (int64_t i = 0; i < m; ++i)
-        if (!limited || keys[i] < limit) words[held++] = make(keys[i], b + i);
-      if (held + kBlock > room && held > k) {
-        select(words, k - 1, held);
-        // later items lose ties against every kept one: strictly smaller keys only
-        limit = (Key)digits_of(words[k - 1]);
-        limited = true;
-        held = k;
-      }
-    }
-    if (held > k) select(words, k - 1, held);
-    std::sort(words, words + min64(k, held));
-    for (int64_t i = 0; i < k; ++i) {
-      const int64_t from = index_of(words[i]);
-      values[i * inner] = src[from * inner];
-      indices[i * inner] = from;
-    }
+    for (int64_t i = 0; i < k; ++i) values[i * inner] = src[indices[i * inner] * inner];
   }
 }
 

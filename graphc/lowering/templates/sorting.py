@@ -1,7 +1,7 @@
 """Sorting and selection along a dimension (kernels/sort.cpp).
 
-Values come in torch's order (NaN greatest). Every sort is stable; of equal values `topk` takes
-and lists the lowest index first, where torch leaves the choice open.
+Values come in torch's order (NaN greatest). Every sort is stable; `topk` resolves ties
+as eager torch does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 #: bytes of a key with its index
 WORD = 16
-#: k * n up to which topk keeps the whole row: kDirect in sort.cpp
-DIRECT = 4096
 
 
 def emit_sort(
@@ -76,26 +74,28 @@ def sort(ctx: LoweringContext, node: Node) -> None:
 
 @rule("aten.topk.default")
 def topk(ctx: LoweringContext, node: Node) -> None:
-    """The k largest or smallest, best first (also for sorted=False)."""
+    """The k largest or smallest; order and ties as in eager torch."""
     src = ctx.contiguous(node.argument("self"))
     dim = normal_dim(node.argument("dim"), len(src.shape))
     values, indices = ctx.outputs(node)
     outer, n, inner = around(src.shape, dim)
     k: Dim = values.shape[dim] if values.shape else 1
-    known_n, known_k = ctx.static(n), ctx.static(k)
-    room: Dim = n
-    if known_n is not None and known_k is not None and known_n * known_k > DIRECT:
-        room = min(known_n, 2 * known_k + 64)
     ctx.kernel(
         unit(ctx, "sort"),
         f"gc_topk_{tag(src.dtype)}",
         pointers=[src, values, indices],
-        immediates=[n, inner, k, int(bool(node.argument("largest")))],
+        immediates=[
+            n,
+            inner,
+            k,
+            int(bool(node.argument("largest"))),
+            int(bool(node.argument("sorted"))),
+        ],
         reads=[src],
         writes=[values, indices],
         range=outer * inner,
         grain=grain(ctx, n, 16384),
-        scratch=WORD * room,
+        scratch=WORD * n,
         label="topk",
     )
 

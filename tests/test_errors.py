@@ -56,6 +56,15 @@ def branch():
     return example(Branch().eval())
 
 
+class Factor(torch.nn.Module):
+    def forward(self, x):
+        return torch.linalg.cholesky(x)
+
+
+def factor():
+    return Factor(), (torch.eye(4),)
+
+
 def broken():
     raise KeyError("no such layer")
 """
@@ -207,6 +216,19 @@ def test_index_out_of_range(built: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "'ids'" in text and "expected values from 0 to 15" in text and "found 16" in text
     text = fails(capsys, 8, "run", built, "--input", "ids=randint:-1:0:1x4")
     assert "found -1 at [0, 0]" in text and f"net.py:{line_of('return torch.tanh')}" in text
+
+
+def test_values_an_operator_rejects(
+    net: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An operator that runs through torch and raises for some values, as in eager torch."""
+    path = net.partition(":")[0]
+    assert main(["build", f"{path}:factor", "-o", str(tmp_path / "plan")]) == 0
+    np.save(tmp_path / "x.npy", np.eye(4, dtype=np.float32))
+    run = ["run", str(tmp_path / "plan"), "--iters", "0", "--input"]
+    assert main([*run, f"x=@{tmp_path}/x.npy"]) == 0
+    text = fails(capsys, 8, *run, "x=zeros:4x4")
+    assert "aten.linalg_cholesky" in text and "positive-definite" in text
 
 
 def test_expectation_not_met(

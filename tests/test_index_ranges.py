@@ -54,6 +54,9 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
         (lambda table, ids: table[:, ids], {(0, -4, 4)}),
         (lambda table, ids: torch.gather(table, 1, ids), {(0, 0, 4)}),
         (lambda table, ids: torch.index_select(table, 0, ids.flatten()), {(0, 0, 10)}),
+        (lambda table, ids: torch.take(table, ids), {(0, -40, 40)}),
+        (lambda table, ids: torch.index_fill(table, 1, ids.flatten(), 0.0), {(0, -4, 4)}),
+        (lambda table, ids: torch.scatter(table, 1, ids, 2.0), {(0, 0, 4)}),
         # values that no lookup sees, or that are computed first
         (lambda table, ids: table[ids[:, :2]], set()),
         (lambda table, ids: table[ids.clamp(0, 9)], set()),

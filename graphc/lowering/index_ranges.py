@@ -7,6 +7,7 @@ indices that the graph itself computes are not covered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from graphc.ir.graph import Graph, Node, Value
@@ -74,6 +75,18 @@ def _along(node: Node) -> Found:
         yield node.argument("index"), 0, shape[dim]
 
 
+def _fill(node: Node) -> Found:
+    """index_fill: one dimension; negative indices count from the end."""
+    yield from ((value, -end, end) for value, _, end in _along(node))
+
+
+def _take(node: Node) -> Found:
+    """take: places in the flattened tensor; negative ones count from the end."""
+    shape = node.argument("self").type.shape
+    if all(isinstance(size, int) for size in shape) and _static(math.prod(shape)):
+        yield node.argument("index"), -math.prod(shape), math.prod(shape)
+
+
 def _index(node: Node) -> Found:
     """index, index_put: one index a dimension; negative ones count from the end."""
     shape, indices = node.argument("self").type.shape, node.argument("indices")
@@ -92,8 +105,13 @@ _RULES: dict[str, Callable[[Node], Found]] = {
     "aten.scatter.src": _along,
     "aten.scatter.value": _along,
     "aten.scatter_add.default": _along,
+    "aten.scatter_reduce.two": _along,
     "aten.index_add.default": _along,
+    "aten.index_reduce.default": _along,
     "aten.index_copy.default": _along,
+    "aten.index_fill.int_Scalar": _fill,
+    "aten.index_fill.int_Tensor": _fill,
+    "aten.take.default": _take,
     "aten.index.Tensor": _index,
     "aten._unsafe_index.Tensor": _index,
     "aten.index_put.default": _index,

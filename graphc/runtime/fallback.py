@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphc.errors import InternalError, PlanMismatchError
+from graphc.errors import InputRejectedError, InternalError, PlanMismatchError
 from graphc.plan import Fallback
 from graphc.runtime.native import NativeProgram
 from graphc.runtime.tensors import ITEMSIZE
@@ -36,7 +36,7 @@ class FallbackStep:
                 key: self._decode(item, address, storages)
                 for key, item in fallback.keywords.items()
             }
-            results = _flatten(self._operator(*arguments, **keywords))
+            results = _flatten(self._run(arguments, keywords))
             if fallback.binds:
                 for symbol, output, dim in fallback.binds:
                     self._native.symbols[symbol] = _size(results[output], dim)
@@ -46,6 +46,19 @@ class FallbackStep:
                 if buffer >= 0:
                     owned[buffer] = self._own(i, results[i], storages)
         return owned
+
+    def _run(self, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        try:
+            return self._operator(*arguments, **keywords)
+        except NotImplementedError:
+            raise
+        except (RuntimeError, IndexError, ValueError) as error:
+            # shapes and dtypes were checked when the graph was made: torch rejects the values
+            raise InputRejectedError(
+                f"{self.fallback.target} cannot be computed for these inputs: {error}",
+                where=", ".join(self.fallback.nodes),
+                hint="eager torch raises the same for them",
+            ) from error
 
     def _decode(self, tree: Any, address: Callable[[int], int], storages: set[int]) -> Any:
         if isinstance(tree, list):

@@ -145,6 +145,26 @@ def _batch_norm(b: Builder, node: Node) -> Sequence[Value] | None:
     return [_like(b, y, node), empty, empty]
 
 
+@expansion("_native_batch_norm_legit.no_stats")
+def _batch_statistics(b: Builder, node: Node) -> Sequence[Value] | None:
+    """Normalised by the batch's own statistics: what instance_norm is made of."""
+    x, weight, bias = node.args[:3]
+    if not node.argument("training") or _empty(node):
+        return None
+    x = _wide(b, x)
+    rank = len(x.type.shape)
+    shape = (-1, *[1] * (rank - 2))
+    weight, bias = (
+        None if v is None else b.call1(aten.view.default, b.of(v), shape) for v in (weight, bias)
+    )
+    dims = (0, *range(2, rank))
+    y, mean, rstd = _normalise(b, x, dims, float(node.argument("eps")), centre=True)
+    y = _affine(b, y, weight, bias)
+    assert mean is not None
+    saved = [b.call1(aten.view.default, v, (-1,)) for v in (mean, rstd)]
+    return [_like(b, v, node, k) for k, v in enumerate((y, *saved))]
+
+
 @expansion("native_group_norm.default")
 def _group_norm(b: Builder, node: Node) -> Sequence[Value] | None:
     x, weight, bias, n, c, hw, groups, eps = (b.of(a) for a in node.args[:8])
@@ -263,6 +283,17 @@ def _var(b: Builder, node: Node) -> Sequence[Value] | None:
     if node.target.startswith("aten.std"):
         y = b.call1(aten.sqrt.default, y)
     return [_like(b, y, node)]
+
+
+@expansion("var_mean.correction")
+def _var_mean(b: Builder, node: Node) -> Sequence[Value] | None:
+    variance = _var(b, node)
+    if variance is None:
+        return None
+    dims = node.argument("dim")
+    dims = None if dims in (None, ()) else tuple(dims)
+    mean = b.call1(aten.mean.dim, _wide(b, node.args[0]), dims, bool(node.argument("keepdim")))
+    return [*variance, _like(b, mean, node, 1)]
 
 
 @expansion("log_sigmoid.default")

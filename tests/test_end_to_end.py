@@ -218,6 +218,32 @@ def test_states(tmp_path: Path) -> None:
         built.close()
 
 
+class Exchange(nn.Module):
+    """States that become each other's old content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.arange(9.0).view(3, 3))
+        self.register_buffer("b", torch.zeros(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        old = self.a.clone()
+        self.a.copy_(self.b.t())
+        self.b.copy_(old.t())
+        return x + self.a
+
+
+def test_states_that_change_places() -> None:
+    built, module = Built(Exchange(), (torch.ones(3, 3),)), Exchange()
+    try:
+        for _ in range(4):
+            x = torch.randn(3, 3)
+            agree(built(x), module(x), 1e-6, 1e-6)
+            agree(torch.from_numpy(built.session.states["b"].copy()), module.b, 1e-6, 1e-6)
+    finally:
+        built.close()
+
+
 def mutating(*functions: Any) -> None:
     """Inputs are changed as eager torch changes them, call after call."""
     for function in functions:

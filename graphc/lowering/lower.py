@@ -83,15 +83,31 @@ class Lowering:
             self._group(group)
         self.current = None
         results, types = self._results()
-        for table in (graph.state_updates, graph.input_updates):
-            for target, value in table.items():
-                if root(value, self.grouping.kinds) is not target or value is not target:
-                    self._copy(self.view(value), self.memory[target])
+        self._updates()
         self._drop_unused_constants()
         return Lowered(
             graph, self.buffers, self.steps, self.constants, results, types, self.fallbacks,
             self.fused, self.copies,
         )  # fmt: skip
+
+    def _updates(self) -> None:
+        """Writes the new contents of states and inputs, all of them read before any is written:
+        one may be another's old content (a swap), or its own seen differently."""
+        pending = [
+            (self.view(value), self.memory[target])
+            for table in (self.graph.state_updates, self.graph.input_updates)
+            for target, value in table.items()
+            if value is not target
+        ]
+        overwritten = {target.buffer for _, target in pending}
+        for position, (source, target) in enumerate(pending):
+            if source.buffer in overwritten:
+                type_ = TensorType(source.dtype, source.shape)
+                kept = self._buffer("arena", -1, type_, "update")
+                self._copy(source, kept)
+                pending[position] = (kept, target)
+        for source, target in pending:
+            self._copy(source, target)
 
     def _drop_unused_constants(self) -> None:
         """Weights that only their packed form is read of need no place in the plan."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphc.ir.types import Dim, as_dim, product, same
+from graphc.lowering.context import View
 from graphc.lowering.loops import Compute, Load, Loop, Position, Reduce, Scalar, Store
 
 
@@ -112,3 +113,34 @@ def result_axes(
         parts[which].append(axis)
         axis += 1
     return parts
+
+
+def collapsible(
+    loop: Loop, parts: tuple[list[int], list[int], list[int]], copied: Callable[[View], View]
+) -> Loop:
+    """Operands that do not run through a part of [Z, M, N] with one stride are `copied`."""
+    replaced: dict[int, Load] = {}
+    for load in loop.loads():
+        if collapses(loop.domain, parts[2], load.strides):
+            continue  # batches and rows may be anything
+        # copied along the parts it varies in, broadcast along the others
+        shape: list[Dim] = []
+        for axes in parts:
+            varies = any(load.strides[a] != 0 for a in axes)
+            shape += [loop.domain[a] if varies else 1 for a in axes]
+        order = [a for axes in parts for a in axes]
+        source = load.view.with_(shape=tuple(shape), strides=tuple(load.strides[a] for a in order))
+        target = copied(source)
+        strides: list[Dim] = [0] * len(loop.domain)
+        for position, axis in enumerate(order):
+            if shape[position] != 1:
+                strides[axis] = target.strides[position]
+        replaced[id(load)] = Load(load.dtype, target, tuple(strides))
+    if not replaced:
+        return loop
+    for scalar in loop.scalars():
+        if id(scalar) in replaced:
+            fresh = replaced[id(scalar)]
+            object.__setattr__(scalar, "view", fresh.view)
+            object.__setattr__(scalar, "strides", fresh.strides)
+    return rebuild(loop, loop.domain, loop.reduced, lambda s: s, lambda a: a)

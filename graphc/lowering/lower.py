@@ -33,7 +33,7 @@ from graphc.lowering import views
 from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
 from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
-from graphc.lowering.loop_axes import collapses, rebuild, result_axes
+from graphc.lowering.loop_axes import collapsible, result_axes
 from graphc.lowering.loop_build import build_loop
 from graphc.lowering.loop_codegen import generate
 from graphc.lowering.loop_epilogue import generate_epilogue
@@ -519,43 +519,19 @@ class Lowering:
             raise InternalError(f"{node.target} has no epilogue parts")
         parts = result_axes(result.type.shape, counts)
         loop = build_loop(self, group, stored, self.grouping)
-        loop = self._collapsible(loop, parts)
+        loop = collapsible(loop, parts, self._copied)
         name, source, arguments = generate_epilogue(loop, parts, pointers, immediates)
         return Epilogue(
             name, source, tuple(arguments.pointers), tuple(arguments.immediates),
             tuple(load.view for load in loop.loads()), tuple(s.view for s in loop.stores),
         )  # fmt: skip
 
-    def _collapsible(self, loop: Loop, parts: tuple[list[int], list[int], list[int]]) -> Loop:
-        """Copies operands that do not run through a part of [Z, M, N] with one stride."""
-        replaced: dict[int, Load] = {}
-        for load in loop.loads():
-            if collapses(loop.domain, parts[2], load.strides):
-                continue  # batches and rows may be anything
-            # copied along the parts it varies in, broadcast along the others
-            shape: list[Dim] = []
-            for axes in parts:
-                varies = any(load.strides[a] != 0 for a in axes)
-                shape += [loop.domain[a] if varies else 1 for a in axes]
-            order = [a for axes in parts for a in axes]
-            source = load.view.with_(
-                shape=tuple(shape), strides=tuple(load.strides[a] for a in order)
-            )
-            target = self._buffer("arena", -1, TensorType(load.view.dtype, tuple(shape)), "copy")
-            self._copy(source, target)
-            strides: list[Dim] = [0] * len(loop.domain)
-            for position, axis in enumerate(order):
-                if shape[position] != 1:
-                    strides[axis] = target.strides[position]
-            replaced[id(load)] = Load(load.dtype, target, tuple(strides))
-        if not replaced:
-            return loop
-        for scalar in loop.scalars():
-            if id(scalar) in replaced:
-                fresh = replaced[id(scalar)]
-                object.__setattr__(scalar, "view", fresh.view)
-                object.__setattr__(scalar, "strides", fresh.strides)
-        return rebuild(loop, loop.domain, loop.reduced, lambda s: s, lambda a: a)
+    def _copied(self, source: View) -> View:
+        """A row-major copy of a view."""
+        type_ = TensorType(source.dtype, source.shape)
+        target = self._buffer("arena", -1, type_, "copy")
+        self._copy(source, target)
+        return target
 
     def kernel(
         self,

@@ -231,22 +231,7 @@ def test_every_row_against_eager(dtype: torch.dtype) -> None:
     assert not odd
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "remainder",
-        "bitwise_or",
-        "bitwise_xor",
-        pytest.param(
-            "bitwise_and",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AttributeError,
-                reason="passes/simplify/positions.py, _read: a number in front of a tensor",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["remainder", "bitwise_or", "bitwise_xor", "bitwise_and"])
 def test_a_number_in_front(name: str) -> None:
     y = T([1, 2, 3, 4, 5])
     function = getattr(aten, name).Scalar_Tensor

@@ -120,7 +120,9 @@ class Positions:
             return self._index(node)
         if is_cast(value):
             return self.affine(node.args[0])
-        inner = self.affine(node.args[0]) if node.args else None
+        if not node.args or not isinstance(node.args[0], Value):
+            return None
+        inner = self.affine(node.args[0])
         return None if inner is None else self._viewed(node, inner)
 
     @staticmethod

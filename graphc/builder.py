@@ -17,6 +17,7 @@ import sympy
 import graphc
 from graphc.errors import UnsupportedError
 from graphc.frontends.capture import Captured
+from graphc.ir.content import raw_bytes
 from graphc.ir.graph import Graph
 from graphc.ir.types import UNBOUNDED, TensorType
 from graphc.lowering.context import Unit
@@ -181,7 +182,7 @@ class _Build:
                 for item in (c for side in sides for c in side.constants):
                     writer.add(
                         item.name, str(item.tensor.dtype).removeprefix("torch."),
-                        tuple(item.tensor.shape), tensor_bytes(item.tensor), item.layout,
+                        tuple(item.tensor.shape), raw_bytes(item.tensor), item.layout,
                         item.origin,
                     )  # fmt: skip
                 states = self._states(graph, table, writer)
@@ -207,7 +208,7 @@ class _Build:
             weight = -1
             if tensor.numel() and bool(tensor.any()):
                 weight = writer.add(
-                    value.name, value.type.dtype, tuple(tensor.shape), tensor_bytes(tensor),
+                    value.name, value.type.dtype, tuple(tensor.shape), raw_bytes(tensor),
                     origin=value.name,
                 )  # fmt: skip
             made.append(State(_tensor(value.name, value.type, table), weight))
@@ -336,17 +337,6 @@ def source_names(sides: Sequence[Lowered]) -> dict[str, str]:
         if isinstance(step, KernelStep):
             names.setdefault(step.symbol, f"{step.symbol}.cpp")
     return names
-
-
-def tensor_bytes(tensor: Any) -> bytes:
-    """The C-contiguous bytes of a tensor of any dtype."""
-    import torch
-
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return b""
-    data: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return data
 
 
 def _tensor(name: str, type_: TensorType, table: Expressions) -> Tensor:

@@ -17,6 +17,7 @@ import sympy
 import torch
 
 from graphc.errors import InternalError
+from graphc.ir.content import raw_bytes
 from graphc.ir.graph import Graph, Node, Value
 from graphc.ir.types import UNBOUNDED, ScalarType, Symbol, Type, short_dtype
 
@@ -68,9 +69,7 @@ def digest(graph: Graph) -> str:
 def content_digest(tensor: torch.Tensor) -> str:
     """16 hex digits over dtype, shape and bytes of a tensor."""
     hasher = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel():
-        hasher.update(flat.view(torch.uint8).numpy().tobytes())
+    hasher.update(raw_bytes(tensor))
     return hasher.hexdigest()[:16]
 
 

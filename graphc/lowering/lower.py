@@ -16,6 +16,7 @@ import torch
 
 import graphc.kernels
 from graphc.errors import InternalError
+from graphc.ir.content import raw_bytes
 from graphc.ir.graph import Graph, Node, Value, map_tree
 from graphc.ir.types import (
     Dim,
@@ -38,7 +39,13 @@ from graphc.lowering.loop_build import build_loop
 from graphc.lowering.loop_codegen import generate
 from graphc.lowering.loop_epilogue import generate_epilogue
 from graphc.lowering.loops import Constant, Load, Loop, Store
-from graphc.lowering.steps import BufferInfo, ConstantInfo, FallbackStep, KernelStep, Lowered
+from graphc.lowering.steps import (
+    BufferInfo,
+    ConstantInfo,
+    FallbackStep,
+    KernelStep,
+    Lowered,
+)
 
 
 def lower(graph: Graph, isa: str) -> Lowered:
@@ -125,7 +132,7 @@ class Lowering:
                 kept.append(self.constants[info.index])
                 info.index = len(kept) - 1
             else:
-                info.index, info.nbytes = 0, 0
+                info.kind, info.index, info.nbytes = "arena", -1, 0
         self.constants = kept
 
     def _buffer(self, kind: str, index: int, type_: TensorType, name: str) -> View:
@@ -482,12 +489,8 @@ class Lowering:
     def constant(self, name: str, data: torch.Tensor, layout: str = "", origin: str = "") -> View:
         """Stores a constant once per distinct content."""
         data = data.detach().contiguous()
-        digest = (
-            hashlib.sha256(
-                data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-            ).hexdigest()
-            + f":{data.dtype}:{tuple(data.shape)}"
-        )
+        digest = hashlib.sha256(raw_bytes(data)).hexdigest()
+        digest += f":{data.dtype}:{tuple(data.shape)}"
         if digest in self._constant_ids:
             return self._constant_ids[digest]
         self.constants.append(ConstantInfo(name, data, layout, origin or name))

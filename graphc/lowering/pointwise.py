@@ -117,7 +117,7 @@ def _result(node: Node) -> str:
 def _add(node: Node, a: str, b: str) -> str:
     alpha = _alpha(node, _result(node))
     if _result(node) == "bool":
-        return f"({a} || {b})"
+        return f"({a} || {b})" if alpha != "false" else a
     return f"({a} + {b})" if alpha is None else f"({a} + {alpha} * {b})"
 
 

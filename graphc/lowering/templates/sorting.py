@@ -62,6 +62,9 @@ def sort(ctx: LoweringContext, node: Node) -> None:
     if "msort" not in name:
         dim = normal_dim(node.argument("dim"), len(src.shape))
         descending = bool(node.argument("descending"))
+        if src.dtype not in FLOATS and not (name.endswith(".stable") and node.argument("stable")):
+            # integers tie, and the indices of an unstable sort are those of torch's own algorithm
+            raise Refuse("the order of equal integers in an unstable sort")
     made = ctx.outputs(node)
     if "argsort" in name:
         values, indices = ctx.workspace(src.shape, src.dtype), made[0]
@@ -119,14 +122,6 @@ def _emit_kth(
         scratch=WORD * n,
         label="median" if median else "kthvalue",
     )
-
-
-@rule("aten.kthvalue.default")
-def kthvalue(ctx: LoweringContext, node: Node) -> None:
-    """The k-th smallest (k counts from 1) and its index."""
-    src = ctx.contiguous(node.argument("self"))
-    dim = normal_dim(node.argument("dim"), len(src.shape))
-    _emit_kth(ctx, node, src, around(src.shape, dim), node.argument("k") - 1, False)
 
 
 @rule("aten.median.dim", "aten.median.default")

@@ -70,14 +70,14 @@ class Compiled:
                 print(f"  fallback {item.target}: {item.reason}", file=sys.stderr)
 
     def _bucket(self) -> list[str]:
-        """One bucket: every free length up to eight times its example, or to 2048 if there are
-        few of them."""
+        """One bucket: every free length up to eight times its example, or to 2048 if there is
+        but one."""
         symbols = [s for s in self.captured.graph.symbols.values() if not s.data]
         asked = self.captured.requested
         symbols = [
             replace(s, maximum=max(s.maximum, asked.get(s.name, (0, 0))[1])) for s in symbols
         ]
-        least = 2048 if len(symbols) <= 2 else 64
+        least = 2048 if len(symbols) == 1 else 64
         limits = [f"{s.name}={min(s.maximum, max(s.minimum, 8 * s.hint, least))}" for s in symbols]
         return [",".join(limits)] if limits else []
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphc.errors import DamagedError
+from graphc.errors import DamagedError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
+# the arena of a large bucket may be larger than memory: it must not count before it is touched;
+# Python names the flag from 3.13 on
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -34,11 +38,14 @@ class Region:
         self.nbytes = nbytes
         huge = nbytes >= 2 * HUGE_PAGE
         size = max(nbytes + (HUGE_PAGE if huge else 0), 1)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         try:
             self._map = mmap.mmap(-1, size, flags=flags)
         except OSError as error:
-            raise MemoryError(f"cannot reserve {nbytes:,} bytes: {error.strerror}") from error
+            raise UsageError(
+                f"cannot reserve {nbytes:,} bytes for the arena: {error.strerror}",
+                hint="build with smaller limits, such as --bucket T=512,B=8",
+            ) from error
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from graphc.errors import InternalError
+from graphc.errors import InternalError, UsageError
 from graphc.plan import Fallback, Kernel, Step
+from graphc.runtime.pool import Region
 from passes.memory.check_memory import check_memory, lower_bound
 from passes.memory.lifetimes import Interval, intervals, lifetimes
 from passes.memory.plan_memory import PAGE, place
@@ -183,3 +184,14 @@ def test_lifetimes_from_steps() -> None:
     ]
     assert lifetimes(steps) == {0: (0, 0), 1: (0, 3), 2: (1, 2), 3: (2, 3), 4: (3, 3)}
     assert intervals(steps, {4: 8, 1: 16, 9: 1}) == {4: Interval(3, 3, 8), 1: Interval(0, 3, 16)}
+
+
+def test_an_arena_larger_than_memory_is_reserved() -> None:
+    region = Region(1 << 42)
+    region.bytes[0], region.bytes[-1] = 1, 2
+    assert (int(region.bytes[0]), int(region.bytes[-1])) == (1, 2)
+
+
+def test_an_impossible_arena_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot reserve"):
+        Region(1 << 60)

@@ -12,9 +12,11 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from graphc.errors import CaptureError, UnsupportedError, UsageError
 from graphc.frontends.capture import Captured, capture
+from graphc.frontends.guards import truth
 from graphc.ir.graph import Graph, Value
 
 KEEP = frozenset(
@@ -584,3 +586,10 @@ def test_what_args_takes_keeps_the_modules_names() -> None:
     captured = capture(Spread(), (randn(3), randn(3)), keep=KEEP)
     assert captured.positional_names == ("a.x", "b")
     assert [value.name for value in captured.graph.inputs] == ["a_x", "b"]
+
+
+def test_a_guard_that_divides_by_zero_does_not_hold() -> None:
+    length = sympy.Symbol("T", integer=True, positive=True)
+    condition = sympy.Eq(Mod(sympy.Integer(4), FloorDiv(length, 2)), 0)
+    assert truth(condition, {length: sympy.Integer(1)}) == sympy.false
+    assert truth(condition, {length: sympy.Integer(4)}) == sympy.true

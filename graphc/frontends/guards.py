@@ -169,3 +169,11 @@ def _read(tree: ast.expr, sizes: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(tree, ast.Call) and not tree.keywords:
         return _CALLS[ast.unparse(tree.func)](*(_read(item, sizes) for item in tree.args))
     raise ValueError(ast.dump(tree))
+
+
+def truth(condition: Any, values: Mapping[sympy.Expr, sympy.Expr]) -> Any:
+    """A guard's condition at given lengths; a length at which it divides by zero fails it."""
+    try:
+        return condition.xreplace(dict(values))
+    except ZeroDivisionError:
+        return sympy.false

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
+from graphc.frontends.guards import truth
 from graphc.frontends.naming import Asked
 from graphc.ir.graph import Graph
 from graphc.ir.types import Dim
@@ -111,7 +112,7 @@ class _Probe:
         values = {**self.lengths, **at}
         for guard in self.graph.guards:
             if guard.condition.free_symbols <= values.keys():
-                if guard.condition.xreplace(_integers(values)) in (False, sympy.false):
+                if truth(guard.condition, _integers(values)) in (False, sympy.false):
                     return False
         try:
             calls = [self._inputs(values) for _ in range(2)]
@@ -150,7 +151,7 @@ def _evaluate(dim: Dim, values: Mapping[sympy.Expr, int]) -> int:
         return dim
     try:
         return int(dim.xreplace(_integers(values)))
-    except TypeError as error:
+    except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{dim} is not known") from error
 
 

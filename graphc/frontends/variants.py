@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphc.errors import GraphcError
 from graphc.frontends.capture import Captured, capture
+from graphc.frontends.guards import truth
 from graphc.frontends.naming import Place, asked_dims
 from graphc.ir.graph import Graph
 from graphc.ir.types import UNBOUNDED
@@ -79,7 +80,7 @@ def _holds(graph: Graph, name: str, length: int) -> bool:
         return False
     for guard in graph.guards:
         if {str(s) for s in guard.condition.free_symbols} == {name}:
-            if guard.condition.xreplace({info.expr: sympy.Integer(length)}) != sympy.true:
+            if truth(guard.condition, {info.expr: sympy.Integer(length)}) != sympy.true:
                 return False
     return True
 

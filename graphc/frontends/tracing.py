@@ -13,7 +13,12 @@ import torch
 from torch.fx.traceback import preserve_node_meta
 
 #: loggers that comment on what torch.export then raises, and the levels that nobody chose
-_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
+_LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+    "torch._export.non_strict_utils",
+    "torch._subclasses.fake_tensor",
+)
 _UNSET = (logging.NOTSET, logging.WARNING)
 
 
@@ -39,7 +44,7 @@ def _quiet_logs() -> Iterator[None]:
     quiet = [log for log in map(logging.getLogger, _LOGGERS) if log.level in _UNSET]
     levels = [log.level for log in quiet]
     for log in quiet:
-        log.setLevel(logging.ERROR)
+        log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

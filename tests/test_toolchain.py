@@ -335,7 +335,9 @@ def test_require_cached_names_what_differs(real: Store) -> None:
 # -- interruption -----------------------------------------------------------------------------
 
 INTERRUPTED = """
-import sys
+import signal, sys
+# a runner in the background hands down an ignored SIGINT, which Python would keep
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from cache.store import Store
 from graphc.lowering.context import Unit

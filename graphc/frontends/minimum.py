@@ -9,7 +9,10 @@ the two agree.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +27,7 @@ from graphc.ir.types import Dim
 
 #: torch assumes at least this length
 TRACED = 2
+_PATIENCE = 60.0  # seconds for one trial run
 
 
 def lower_minimum(
@@ -45,7 +49,13 @@ def lower_minimum(
         return graph, []
     probe = _Probe(graph, program, module, args, kwargs)
     minimum: dict[str, int] = {}
+    # lengths that belong together (the batch of an input and of a state) go down together
+    together = {name: max(low, 1) for name, low in wanted.items()}
+    if len(together) > 1 and probe.agrees(together):
+        minimum = together
     for name, low in wanted.items():
+        if name in minimum:
+            continue
         proven = TRACED
         while proven > low and probe.agrees({name: proven - 1}):
             proven -= 1
@@ -104,7 +114,7 @@ class _Probe:
         """Whether module and traced program give the same results at these lengths."""
         key = tuple(sorted(lengths.items()))
         if key not in self.known:
-            self.known[key] = self._run(lengths)
+            self.known[key] = _in_child(lambda: self._run(lengths))
         return self.known[key]
 
     def _run(self, lengths: Mapping[str, int]) -> bool:
@@ -140,6 +150,28 @@ class _Probe:
                 tensor = tensor.narrow(axis, 0, size)
             leaves[place] = tensor.clone(memory_format=torch.contiguous_format)
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _in_child(check: Callable[[], bool]) -> bool:
+    """`check` in a forked child: eager torch itself crashes on some sizes (a recurrent layer over
+    nothing), and that must not take the build with it. A crash or a hang is a no."""
+    pid = os.fork()
+    if pid == 0:
+        answer = 1
+        try:
+            torch.set_num_threads(1)  # the parent's thread pool does not exist here
+            answer = 0 if check() else 1
+        finally:
+            os._exit(answer)
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
 
 
 def _integers(values: Mapping[sympy.Expr, int]) -> dict[sympy.Expr, sympy.Integer]:

@@ -184,6 +184,7 @@ def test_symbolic_sizes() -> None:
         made += [x.view(b, t, 2, 4).permute(0, 2, 1, 3).reshape(b * 2, t, 4), x.split(3, 2)[1]]
         return [y * 2 for y in made] + [y.sum() for y in made]
 
+    torch.manual_seed(0)
     batch, length = torch.export.Dim("B", min=1, max=9), torch.export.Dim("T", min=5, max=64)
     x = torch.randn(3, 6, 8)
     built = Built(Call(function), (x,), dynamic=({0: batch, 1: length},))
@@ -191,7 +192,8 @@ def test_symbolic_sizes() -> None:
         assert not built.fallbacks
         for sizes in ((3, 6), (1, 5), (2, 8), (9, 64), (1, 17)):
             x = torch.randn(*sizes, 8)
-            agree(built(x), function(x), 1e-5, 1e-5, str(sizes))
+            # sums of thousands of numbers of both signs: both sides round, about 1e-4
+            agree(built(x), function(x), 1e-5, 1e-3, str(sizes))
     finally:
         built.close()
 

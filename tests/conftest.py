@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,3 +30,11 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["GRAPHC_CACHE_DIR"]
     else:
         os.environ["GRAPHC_CACHE_DIR"] = before
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Every test draws the same numbers each time: a failure can be seen again."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)

@@ -6,7 +6,7 @@ they cannot go stale. Values are referenced by identity; a pass makes a new Grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,26 +307,3 @@ def has_effect(node: Node) -> bool:
     if node.target.startswith(("aten._assert_async", "aten.sym_constrain")):
         return True
     return any(getattr(v.type, "expr", None) is not None for v in node.outputs)
-
-
-def topological(nodes: Iterable[Node], inputs: Iterable[Value]) -> tuple[Node, ...]:
-    """Orders nodes so that each stands after the nodes it reads, stable in the given order.
-
-    Raises InternalError on a cycle.
-    """
-    pending = list(nodes)
-    members = {v for n in pending for v in n.outputs}
-    done: set[Value] = set(inputs)
-    ordered: list[Node] = []
-    while pending:
-        rest: list[Node] = []
-        for node in pending:
-            if all(v in done or v not in members for v in node.inputs()):
-                ordered.append(node)
-                done.update(node.outputs)
-            else:
-                rest.append(node)
-        if len(rest) == len(pending):
-            raise InternalError(f"the graph has a cycle through {rest[0]}")
-        pending = rest
-    return tuple(ordered)

@@ -71,7 +71,6 @@ class Grouping:
     group_of: dict[Node, Group]
     order: list[Group]
     kinds: dict[Node, tuple[str, str]]
-    merged: int = 0
 
 
 def group_nodes(graph: Graph) -> Grouping:

@@ -67,8 +67,6 @@ class Lowering:
         self.memory: dict[Value, View] = {}
         self.row_major_copies: dict[View, View] = {}
         self.fallbacks: list[tuple[str, str, str]] = []
-        self.fused: list[tuple[str, tuple[str, ...]]] = []
-        self.copies = 0
         self.current: Group | None = None
         self._constant_ids: dict[str, View] = {}
         self._result_buffers: dict[Value, View] = {}
@@ -93,9 +91,8 @@ class Lowering:
         self._updates()
         self._drop_unused_constants()
         return Lowered(
-            graph, self.buffers, self.steps, self.constants, results, types, self.fallbacks,
-            self.fused, self.copies,
-        )  # fmt: skip
+            graph, self.buffers, self.steps, self.constants, results, types, self.fallbacks
+        )
 
     def _updates(self) -> None:
         """Writes the new contents of states and inputs, all of them read before any is written:
@@ -236,8 +233,6 @@ class Lowering:
             return
         loop = build_loop(self, group, stored, self.grouping)
         self._emit_loop(loop, [m.name for m in group.members], _label(group.members))
-        if len(group.members) > 1:
-            self.fused.append((group.members[0].name, tuple(m.name for m in group.members)))
 
     def _stored(self, group: Group) -> list[Value]:
         """Values of the group that others read through memory."""
@@ -294,9 +289,6 @@ class Lowering:
                 if value not in self.memory and value in self._stored(group):
                     raise InternalError(f"the rule for {node.target} made no {value.name}")
             if self._fused_behind:
-                if len(group.members) > 1:
-                    names = tuple(m.name for m in group.members)
-                    self.fused.append((node.name, names))
                 return
         rest = [m for m in group.members if m is not node]
         if rest:
@@ -314,7 +306,6 @@ class Lowering:
         domain = list(target.shape)
         load = Load(source.dtype, source, tuple(source.strides))
         loop = Loop(domain, stores=[Store(load, target, tuple(target.strides))])
-        self.copies += 1
         self._emit_loop(loop, [], "copy")
 
     def _fill(self, value: Any, target: View) -> None:

@@ -75,5 +75,3 @@ class Lowered:
     results: list[tuple[str, Any]]  # ("buffer", id) | ("input", i) | ("constant", v) | ("dim", d)
     result_types: list[TensorType | None]
     fallbacks: list[tuple[str, str, str]] = field(default_factory=list)  # node, reason, location
-    fused: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
-    copies: int = 0

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from graphc.ir.types import product as product_of
+from graphc.ir.types import same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.templates.operand import (
     BATCH_DIMS,
@@ -17,8 +19,6 @@ from graphc.lowering.templates.operand import (
     merge_dims,
     padded,
     plain_store,
-    product_of,
-    same,
 )
 from graphc.lowering.templates.pack import PANEL
 

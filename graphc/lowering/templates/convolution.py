@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphc.ir.types import product as product_of
+from graphc.ir.types import same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.templates.operand import (
     FAST,
     SIMPLE,
     entry_unit,
     grain_for,
-    product_of,
-    same,
 )
 from graphc.lowering.templates.pack import pack_conv_weight
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from graphc.ir.types import product
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
 from graphc.lowering.templates.strided import (
     SIZES,
@@ -16,7 +17,6 @@ from graphc.lowering.templates.strided import (
     grain,
     is_static_one,
     normal_dim,
-    product,
     unit,
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphc.ir.types import product as product_of
 from graphc.lowering.context import Dim, LoweringContext, Unit, View, ceildiv
 from graphc.lowering.templates.operand import (
     BATCH_DIMS,
@@ -18,7 +19,6 @@ from graphc.lowering.templates.operand import (
     gemm_scratch,
     grain_for,
     padded,
-    product_of,
 )
 from graphc.lowering.templates.pack import pair_panels
 

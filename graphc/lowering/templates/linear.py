@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphc.ir.types import product as product_of
 from graphc.lowering.context import LoweringContext, Refuse, rule
 from graphc.lowering.templates.matmul import times_vector
-from graphc.lowering.templates.operand import Operand, Product, merge_dims, product_of
+from graphc.lowering.templates.operand import Operand, Product, merge_dims
 from graphc.lowering.templates.product import emit_product
 
 

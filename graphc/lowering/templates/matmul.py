@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from graphc.ir.types import product as product_of
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
 from graphc.lowering.templates.integer_product import emit_narrow
-from graphc.lowering.templates.operand import Operand, Product, merge_dims, product_of
+from graphc.lowering.templates.operand import Operand, Product, merge_dims
 from graphc.lowering.templates.product import emit_product
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-
+from graphc.ir.types import same
 from graphc.lowering.context import Dim, Epilogue, LoweringContext, Unit, View
 from graphc.lowering.templates.pack import PANEL as PANEL
 
@@ -63,18 +62,6 @@ class Product:
     result: tuple[Dim, Dim] | None = None
     alpha: float = 1.0
     beta: float = 1.0
-
-
-def same(a: Dim, b: Dim) -> bool:
-    """Whether two sizes are equal for all values of their symbols (as far as algebra shows)."""
-    return bool(sympy.expand(a - b) == 0)
-
-
-def product_of(dims: Sequence[Dim]) -> Dim:
-    result: Dim = 1
-    for dim in dims:
-        result = result * dim
-    return result
 
 
 def merge_dims(

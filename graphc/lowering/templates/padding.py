@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from graphc.ir.types import product, row_major
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
 from graphc.lowering.templates.strided import (
     CIRCULAR,
@@ -17,8 +18,6 @@ from graphc.lowering.templates.strided import (
     floordiv,
     mapped_copy,
     normal_dim,
-    product,
-    row_major,
     scalar,
 )
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from graphc.ir.types import product
 from graphc.lowering.context import Dim, LoweringContext, View, rule
 from graphc.lowering.templates.strided import (
     bytes_tag,
     float_tag,
     floordiv,
     grain,
-    product,
     tag,
     unit,
 )

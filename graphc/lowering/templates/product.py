@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphc.ir.types import product as product_of
 from graphc.ir.types import row_major
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv
 from graphc.lowering.templates.integer_product import emit_narrow, is_narrow
@@ -24,7 +25,6 @@ from graphc.lowering.templates.operand import (
     grain_for,
     padded,
     plain_store,
-    product_of,
 )
 from graphc.lowering.templates.pack import pack_weight
 

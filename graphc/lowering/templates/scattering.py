@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphc.ir.types import product
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
 from graphc.lowering.templates.indexing import MAX_INDICES, Index, IndexBox, optional_views
 from graphc.lowering.templates.strided import (
@@ -26,7 +27,6 @@ from graphc.lowering.templates.strided import (
     is_static_one,
     mapped_copy,
     normal_dim,
-    product,
     scalar,
     start_from,
     tag,

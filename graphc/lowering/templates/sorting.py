@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from graphc.ir.types import product
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
 from graphc.lowering.templates.strided import (
     FLOATS,
@@ -15,7 +16,6 @@ from graphc.lowering.templates.strided import (
     floordiv,
     grain,
     normal_dim,
-    product,
     scalar,
     tag,
     unit,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
+from graphc.ir.types import product
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View
 
 if TYPE_CHECKING:
@@ -70,14 +71,6 @@ def float_tag(dtype: str) -> str:
     return TAGS[dtype]
 
 
-def product(dims: Sequence[Dim]) -> Dim:
-    """The product of sizes, 1 for none."""
-    result: Dim = 1
-    for dim in dims:
-        result = result * dim
-    return result
-
-
 def floordiv(a: Dim, b: Dim) -> Dim:
     """floor(a / b) for positive b, symbolic if either is."""
     if isinstance(a, int) and isinstance(b, int):
@@ -89,16 +82,6 @@ def floordiv(a: Dim, b: Dim) -> Dim:
 def normal_dim(dim: int, rank: int) -> int:
     """A dimension counted from the front; a scalar counts as one dimension."""
     return dim + max(rank, 1) if dim < 0 else dim
-
-
-def row_major(shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Row-major strides of `shape`."""
-    strides: list[Dim] = []
-    running: Dim = 1
-    for size in reversed(shape):
-        strides.insert(0, running)
-        running = running * size
-    return tuple(strides)
 
 
 def grain(ctx: LoweringContext, work: Dim, target: int = ITEMS_PER_GRAIN) -> int:

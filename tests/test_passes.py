@@ -59,6 +59,10 @@ def filled(text: str) -> Graph:
             tensors[value.name] = (
                 torch.rand(zeros.shape, generator=generator).add(0.5).to(zeros.dtype)
             )
+        elif zeros.dtype == torch.int32:  # quantized
+            tensors[value.name] = torch.randint(
+                -100, 100, zeros.shape, generator=generator, dtype=torch.int32
+            )
         else:
             tensors[value.name] = torch.zeros_like(zeros)
     return parse_graph(text, tensors)

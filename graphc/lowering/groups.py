@@ -19,7 +19,9 @@ Axes = tuple[int | None, ...]
 _MEMBERS = 96  # nodes in one kernel: beyond, compile time grows faster than the gain
 _LOADS = 28
 
-_PRODUCTS = frozenset(f"aten.{n}" for n in ("linear.default", "addmm.default", "mm.default"))
+_PRODUCTS = frozenset(f"aten.{n}" for n in ("linear.default", "addmm.default", "mm.default")) | {
+    "graphc.integer_linear.default"
+}
 _BATCHED = frozenset(f"aten.{n}" for n in ("bmm.default", "baddbmm.default"))
 
 

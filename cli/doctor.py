@@ -12,10 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+import msgspec
 
+from cache.folder import default_root
 from cache.store import Store
+from cli.progress import progress
 from cli.render import print_json, print_table, size
 from graphc.errors import CompileError, GraphcError
+from graphc.runtime.calibration import Peaks, Rates, measured
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.isa import Isa
 
@@ -36,10 +40,25 @@ class Finding:
 
 
 @click.command()
+@click.option("--calibrate", is_flag=True, help="Measure the machine's peak rates (seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Check this machine and this installation; exit 1 if something is wrong."""
+def doctor(ctx: click.Context, calibrate: bool, as_json: bool) -> None:
+    """Check this machine and this installation; exit 1 if something is wrong.
+
+    --calibrate measures instead what a core and all cores do at best: arithmetic in GFLOP/s, and
+    reading, writing and copying in GB/s at each level of memory. The best of all calibrations is
+    kept for this CPU in the cache folder; `graphc inspect --roofline` and `graphc run --profile`
+    compare with it.
+    """
+    if calibrate:
+        load = os.getloadavg()[0]
+        peaks = measure(quiet=as_json)
+        if as_json:
+            print_json({"peaks": msgspec.to_builtins(peaks), "load": load})
+        else:
+            print_peaks(peaks, load)
+        return
     findings = [finding for examine in EXAMINATIONS for finding in examine()]
     bad = any(finding.state == "bad" for finding in findings)
     if as_json:
@@ -49,6 +68,44 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         print_table(("", "what", "found"), rows)
     if bad:
         ctx.exit(1)
+
+
+def measure(quiet: bool = False) -> Peaks:
+    """Measures the machine's peaks and keeps them, with progress on a terminal."""
+    from graphc import api
+
+    with progress(quiet) as show:
+        return api.calibrate(show)
+
+
+def print_peaks(peaks: Peaks, load: float = 0.0) -> None:
+    """The figures of one thread beside those of all."""
+    click.echo(f"{peaks.cpu}, {peaks.key['architecture']}, {peaks.key['cpus']} CPUs")
+    sides = [peaks.one] if peaks.all.threads == 1 else [peaks.one, peaks.all]
+    headings = [f"{s.threads} thread{'s' if s.threads > 1 else ''}" for s in sides]
+    rows = [
+        [name, *(number(getattr(side, kind)) for side in sides), "GFLOP/s", text]
+        for name, kind, text in (
+            ("fp32", "fp32", "multiply-add, two operations each"),
+            ("bf16", "bf16", "dot products with fp32 sums"),
+            ("int8", "int8", "dot products with int32 sums"),
+        )
+    ]
+    for index, level in enumerate(peaks.one.levels):
+        text = f"{size(level.working_set)} a thread"
+        text = f"{size(level.capacity)}, " * bool(level.capacity) + text
+        for what in ("read", "write", "copy"):
+            figures = [number(getattr(side.levels[index], what)) for side in sides]
+            rows.append([f"{level.name} {what}", *figures, "GB/s", text])
+            text = "bytes read and bytes written" if what == "write" else ""
+    print_table(["peak", *headings, "", ""], rows, "l" + "r" * len(sides) + "ll")
+    if load > 0.3:
+        click.echo(f"note: the load was {load:.1f} before: the figures of all threads may be low")
+
+
+def number(value: float) -> str:
+    """Three digits; "-" for what the CPU has no instruction for."""
+    return f"{value:.3g}" if 0 < value < 100 else f"{value:.0f}" if value else "-"
 
 
 def packages() -> list[Finding]:
@@ -133,6 +190,21 @@ def processor() -> list[Finding]:
     return [*found, Finding("huge pages", "ok", chosen)]
 
 
+def peak_rates() -> list[Finding]:
+    """What `--calibrate` found, if it ran."""
+    peaks = measured(default_root())
+    if peaks is None:
+        hint = "graphc doctor --calibrate"
+        return [Finding("peak rates", "note", "not measured yet: no rooflines", hint)]
+    return [Finding("peak rates", "ok", f"{_line(peaks.one)} with one thread")]
+
+
+def _line(rates: Rates) -> str:
+    formats = [f"{kind} {number(value)}" for kind in ("fp32", "bf16", "int8")
+               if (value := getattr(rates, kind))]  # fmt: skip
+    return f"{', '.join(formats)} GFLOP/s, memory {number(rates.levels[-1].read)} GB/s"
+
+
 EXAMINATIONS: tuple[Callable[[], list[Finding]], ...] = (
     packages,
     versions,
@@ -140,4 +212,5 @@ EXAMINATIONS: tuple[Callable[[], list[Finding]], ...] = (
     instructions,
     kernel_cache,
     processor,
+    peak_rates,
 )

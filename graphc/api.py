@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from graphc.toolchain.isa import Isa
 
 if TYPE_CHECKING:
     import torch
+
+    from graphc.runtime.calibration import Peaks
 
 Progress = Callable[[str, int, int], None]
 
@@ -254,3 +257,45 @@ def reference(model: str | torch.nn.Module, *, dtype: str | None = None) -> torc
     from graphc.frontends.resolve import resolve
 
     return resolve(model, dtype=dtype).module
+
+
+def measured() -> Peaks | None:
+    """This machine's peak rates, if `calibrate` measured them before."""
+    from cache.folder import default_root
+    from graphc.runtime import calibration
+
+    return calibration.measured(default_root())
+
+
+def calibrate(progress: Progress | None = None) -> Peaks:
+    """Measures this machine's peak rates (GFLOP/s, GB/s; one thread and all), which takes a few
+    seconds, and keeps the best of all calibrations in the cache folder. The loops are compiled
+    through the cache, for the best instruction set of the machine whatever GRAPHC_ISA says.
+
+    Raises CompileError (no compiler), UsageError (the cache folder is not to be trusted).
+    """
+    import graphc.kernels
+    from cache.store import Store
+    from graphc.lowering.context import Unit
+    from graphc.runtime import calibration
+    from graphc.toolchain.compile import compile_units
+    from graphc.toolchain.compiler import Compiler
+    from graphc.toolchain.link import link
+
+    source = Path(graphc.kernels.__path__[0]) / "calibrate.cpp"
+    store, compiler = Store(), Compiler.discover()
+    try:
+        if progress is not None:
+            progress("compile", 0, 0)
+        unit = Unit("calibrate", source.read_text(encoding="utf-8"))
+        objects = compile_units([unit], Isa.detect({}), compiler, store)
+        with tempfile.TemporaryDirectory(prefix="graphc-") as folder:
+            library = Path(folder) / "calibrate.so"
+            link(objects.objects, library, compiler, store)
+            peaks = calibration.measure(library, progress=progress)
+        peaks = peaks.best(calibration.measured(store.root))
+        if store.writable:
+            calibration.save(peaks, store.root)
+        return peaks
+    finally:
+        store.close()

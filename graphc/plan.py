@@ -22,7 +22,7 @@ from __future__ import annotations
 import msgspec
 
 FORMAT_VERSION = 1
-ABI_VERSION = 1  # must equal GC_ABI_VERSION in graphc/kernels/abi.h
+ABI_VERSION = 2  # must equal GC_ABI_VERSION in graphc/kernels/abi.h
 
 #: postfix operators of expressions; floor division and modulo follow Python's sign rules.
 #: Comparisons and logic give 0 or 1. "select" takes (condition, a, b).

@@ -839,8 +839,8 @@ def test_wrong_machine_and_versions(tmp_path: Path, library: Path) -> None:
     for fields, text in [
         ({"machine": Machine(architecture(), ["imaginary9"], "avx9")}, "lacks imaginary9"),
         ({"machine": Machine("vax", [], "portable")}, "one for vax"),
-        ({"format": 99}, "format 1, found 99"),
-        ({"abi": 7}, "ABI 1, found 7"),
+        ({"format": 99}, f"format {FORMAT_VERSION}, found 99"),
+        ({"abi": 777}, f"ABI {ABI_VERSION}, found 777"),
     ]:
         plan = make_plan(tmp_path / "plan", library, e=e, inputs=[], outputs=[], buffers=[],
                          steps=[], variants=[{"expressions": [[0]]}], **fields)  # fmt: skip

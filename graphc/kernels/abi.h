@@ -1,4 +1,5 @@
-// The kernel ABI: what a Step of a plan calls. Bump GC_ABI_VERSION on any change here.
+// The kernel ABI: what a Step of a plan calls. Bump GC_ABI_VERSION on any change here, and of what
+// graphc/runtime/native.py shares with executor.cpp.
 //
 // A kernel is a plain single-threaded function over the half-open range [begin, end). It owns no
 // threads, allocates nothing and keeps no state: the executor hands out sub-ranges ("grains") of
@@ -6,7 +7,7 @@
 #pragma once
 #include <stdint.h>
 
-#define GC_ABI_VERSION 1
+#define GC_ABI_VERSION 2
 
 struct gc_args {
   void* const* ptr;    // buffers in the order the Step declares them, byte offsets already added

@@ -42,9 +42,38 @@ inline int64_t nanoseconds() {
 
 }  // namespace
 
+// ---------------------------------------------------------------- trace
+
+// What a trace holds; mirrored by graphc/runtime/trace.py. Times are of CLOCK_MONOTONIC.
+struct gc_event {
+  int64_t step, thread;
+  int64_t chunk;  // 0: the whole Step, as its caller saw it; 1: one chunk of it, by `thread`
+  int64_t begin, end;  // nanoseconds
+  int64_t from, to;    // the part of the Step's range
+};
+
+struct gc_trace {
+  int64_t capacity;
+  int64_t count;  // beyond `capacity`: that many more were dropped
+  gc_event* events;
+};
+
+namespace {
+
+void record(gc_trace* trace, const gc_event& event) {
+  int64_t k = __atomic_fetch_add(&trace->count, 1, __ATOMIC_RELAXED);
+  if (k < trace->capacity) trace->events[k] = event;
+}
+
+}  // namespace
+
 // ---------------------------------------------------------------- thread pool
 
-#define GC_POOL_VERSION 1
+#define GC_POOL_VERSION 2
+
+struct gc_sample {  // what the caller itself did of a job
+  int64_t nanoseconds, units;
+};
 
 struct gc_job {
   gc_kernel kernel;
@@ -53,7 +82,11 @@ struct gc_job {
   char* scratch;  // of thread 0; thread t has scratch + t * stride
   int64_t stride;
   int64_t range;
-  int64_t chunk;
+  int64_t chunk;  // handed out at a time: a multiple of the Step's grain
+  int64_t wake;   // whether it is worth waking threads that sleep
+  gc_sample* sample;  // null, or filled in
+  gc_trace* trace;
+  int64_t step;
 };
 
 struct gc_pool {  // the part that other libraries see; never changes within GC_POOL_VERSION
@@ -64,21 +97,37 @@ struct gc_pool {  // the part that other libraries see; never changes within GC_
 
 namespace {
 
-// State word of a parallel region: upper half its number, bit 31 "closed", below the count of
-// workers inside. A worker enters an open region by compare-and-swap; the caller closes it when the
-// work is handed out and waits only for those inside. A worker that sleeps through a region, or is
-// off its core on a busy machine, is never waited for.
-constexpr uint64_t CLOSED = 1u << 31;
-constexpr uint64_t COUNT = CLOSED - 1;
+// The ticket of a parallel region: its number of chunks above, the next chunk to hand out below.
+// A thread takes a chunk by adding one; it has it if what it added to was below the number. So a
+// worker that sleeps through a region, or is off its core on a busy machine, is never waited for:
+// the caller waits only for chunks that were taken. What a chunk needs is read after taking it, when
+// the region cannot end before the chunk is done.
+constexpr uint64_t NEXT = 0xffffffffu;
+constexpr int64_t CHUNKS = 8;  // most chunks per thread: balances uneven work
+
+// How long to look for work, or for the end of a region, before sleeping. The first covers the gap
+// between parallel Steps, the second the last chunk of another thread.
+constexpr int64_t IDLE_NS = 100000;
+constexpr int64_t JOIN_NS = 50000;
 
 struct Pool : gc_pool {
-  alignas(64) std::atomic<uint64_t> state;
-  alignas(64) std::atomic<int64_t> next;
-  alignas(64) std::atomic<int32_t> sleepers;
-  std::atomic<int32_t> waiting;  // the caller sleeps until the region is empty
-  int32_t spin;
-  gc_job job;
-  pthread_mutex_t turn;  // one parallel region at a time
+  // One cache line goes from the caller to a worker to start it, one back when it is done; what
+  // rarely changes is kept off both.
+  alignas(128) std::atomic<uint64_t> ticket;
+  gc_kernel kernel;
+  void* const* ptr;
+  const int64_t* imm;
+  int64_t first, range, chunk;
+  alignas(128) std::atomic<int64_t> finished;  // chunks by workers, ever
+  alignas(128) std::atomic<int32_t> sleepers;
+  std::atomic<int32_t> waiting;  // the caller sleeps until the region is done
+  int64_t idle, join;            // nanoseconds of spinning
+  char* scratch;
+  int64_t stride;
+  gc_trace* trace;
+  int64_t step;  // only kept while tracing
+  alignas(128) pthread_mutex_t turn;  // one parallel region at a time
+  int64_t wanted;                     // `finished` when the region is done
   pthread_mutex_t mutex;
   pthread_cond_t work;
   pthread_cond_t done;
@@ -89,15 +138,43 @@ struct Worker {
   int64_t thread;
 };
 
-void take_part(Pool* pool, int64_t thread) {
-  const gc_job& job = pool->job;
-  gc_args args = {job.ptr, job.imm, job.scratch + thread * job.stride};
-  for (;;) {
-    int64_t begin = pool->next.fetch_add(job.chunk, std::memory_order_relaxed);
-    if (begin >= job.range) return;
-    int64_t end = job.range - begin < job.chunk ? job.range : begin + job.chunk;
-    job.kernel(&args, begin, end);
+inline bool has_work(uint64_t ticket) { return (ticket & NEXT) < (ticket >> 32); }
+
+void run_chunk(Pool* pool, int64_t thread, int64_t begin) {
+  int64_t end = pool->range - begin < pool->chunk ? pool->range : begin + pool->chunk;
+  gc_args args = {pool->ptr, pool->imm, pool->scratch + thread * pool->stride};
+  gc_trace* trace = pool->trace;
+  int64_t start = trace ? nanoseconds() : 0;
+  pool->kernel(&args, begin, end);
+  if (trace) record(trace, {pool->step, thread, 1, start, nanoseconds(), begin, end});
+}
+
+// Takes chunks while there are any; gives how many.
+int64_t take_part(Pool* pool, int64_t thread) {
+  int64_t taken = 0;
+  while (has_work(pool->ticket.load(std::memory_order_relaxed))) {
+    uint64_t ticket = pool->ticket.fetch_add(1, std::memory_order_acq_rel);
+    if (!has_work(ticket)) break;
+    run_chunk(pool, thread, pool->first + (int64_t)(ticket & NEXT) * pool->chunk);
+    taken++;
   }
+  return taken;
+}
+
+// Waits for the condition, spinning; false if it does not come true in so many nanoseconds.
+template <class Condition>
+bool spin_until(int64_t limit, Condition condition) {
+  for (int i = 0; i < 64; i++) {  // without looking at the clock: the usual case
+    if (condition()) return true;
+    relax();
+  }
+  for (int64_t begin = nanoseconds(); nanoseconds() - begin < limit;) {
+    for (int i = 0; i < 32; i++) {
+      if (condition()) return true;
+      relax();
+    }
+  }
+  return condition();
 }
 
 void* worker_main(void* argument) {
@@ -106,29 +183,19 @@ void* worker_main(void* argument) {
   int64_t thread = worker->thread;
   free(worker);
   fesetenv(FE_DFL_ENV);  // not what the creating thread happened to have
-  uint64_t seen = 0;
+  auto work = [=] { return has_work(pool->ticket.load(std::memory_order_relaxed)); };
   for (;;) {
-    uint64_t s = pool->state.load(std::memory_order_acquire);
-    for (int32_t i = 0; (s >> 32) == seen && i < pool->spin; i++) {
-      relax();
-      s = pool->state.load(std::memory_order_acquire);
-    }
-    if ((s >> 32) == seen) {
+    if (!spin_until(pool->idle, work)) {
       pthread_mutex_lock(&pool->mutex);
       pool->sleepers.fetch_add(1);
-      while (((s = pool->state.load()) >> 32) == seen)
-        pthread_cond_wait(&pool->work, &pool->mutex);
+      while (!has_work(pool->ticket.load())) pthread_cond_wait(&pool->work, &pool->mutex);
       pool->sleepers.fetch_sub(1);
       pthread_mutex_unlock(&pool->mutex);
     }
-    seen = s >> 32;
-    bool inside = false;
-    while (!inside && (s >> 32) == seen && !(s & CLOSED))
-      inside = pool->state.compare_exchange_weak(s, s + 1, std::memory_order_acq_rel);
-    if (!inside) continue;
-    take_part(pool, thread);
-    s = pool->state.fetch_sub(1);  // seq_cst: orders with the caller's `waiting`
-    if ((s & COUNT) == 1 && (s & CLOSED) && pool->waiting.load()) {
+    int64_t taken = take_part(pool, thread);
+    if (!taken) continue;
+    pool->finished.fetch_add(taken);  // seq_cst: orders with the caller's `waiting`
+    if (pool->waiting.load()) {
       pthread_mutex_lock(&pool->mutex);
       pthread_cond_signal(&pool->done);
       pthread_mutex_unlock(&pool->mutex);
@@ -137,34 +204,55 @@ void* worker_main(void* argument) {
   return nullptr;
 }
 
+void wake(Pool* pool, int64_t most) {
+  int64_t asleep = pool->sleepers.load();
+  if (asleep == 0) return;
+  pthread_mutex_lock(&pool->mutex);
+  if (most >= asleep) {
+    pthread_cond_broadcast(&pool->work);
+  } else {
+    for (int64_t i = 0; i < most; i++) pthread_cond_signal(&pool->work);
+  }
+  pthread_mutex_unlock(&pool->mutex);
+}
+
 void pool_run(gc_pool* base, const gc_job* job) {
   Pool* pool = (Pool*)base;
-  pthread_mutex_lock(&pool->turn);
-  pool->job = *job;
-  pool->next.store(0, std::memory_order_relaxed);
-  uint64_t number = ((pool->state.load(std::memory_order_relaxed) >> 32) + 1) & 0xffffffffu;
-  pool->state.store(number << 32);
-  int32_t asleep = pool->sleepers.load();
-  if (asleep > 0) {
-    int64_t wanted = (job->range + job->chunk - 1) / job->chunk - 1;
-    pthread_mutex_lock(&pool->mutex);
-    if (wanted >= asleep) {
-      pthread_cond_broadcast(&pool->work);
-    } else {
-      for (int64_t i = 0; i < wanted; i++) pthread_cond_signal(&pool->work);
-    }
-    pthread_mutex_unlock(&pool->mutex);
+  const int64_t chunk = job->chunk, range = job->range;
+  int64_t begin = 0;
+  // While another Session has the pool, this one goes on alone: it neither sleeps nor waits.
+  while (pthread_mutex_trylock(&pool->turn)) {
+    int64_t end = range - begin < chunk ? range : begin + chunk;
+    gc_args args = {job->ptr, job->imm, job->scratch};
+    int64_t start = job->trace ? nanoseconds() : 0;
+    job->kernel(&args, begin, end);
+    if (job->trace) record(job->trace, {job->step, 0, 1, start, nanoseconds(), begin, end});
+    begin = end;
+    if (begin >= range) return;
   }
-  take_part(pool, 0);
-  uint64_t s = pool->state.fetch_or(CLOSED);
-  for (int32_t i = 0; (s & COUNT) && i < pool->spin; i++) {
-    relax();
-    s = pool->state.load(std::memory_order_acquire);
-  }
-  if (s & COUNT) {
+  const uint64_t chunks = (uint64_t)((range - begin + chunk - 1) / chunk);
+  pool->kernel = job->kernel;
+  pool->ptr = job->ptr;
+  pool->imm = job->imm;
+  pool->first = begin;
+  pool->range = range;
+  pool->chunk = chunk;
+  if (pool->scratch != job->scratch) pool->scratch = job->scratch;
+  if (pool->stride != job->stride) pool->stride = job->stride;
+  if (pool->trace != job->trace) pool->trace = job->trace;
+  if (job->trace) pool->step = job->step;
+  pool->ticket.store(chunks << 32 | 1);  // chunk 0 is the caller's; seq_cst: before `sleepers`
+  if (job->wake) wake(pool, (int64_t)chunks - 1);
+  int64_t start = job->sample ? nanoseconds() : 0;
+  run_chunk(pool, 0, begin);
+  int64_t own = 1 + take_part(pool, 0);
+  if (job->sample) *job->sample = {nanoseconds() - start, own * chunk};
+  int64_t wanted = pool->wanted += (int64_t)chunks - own;
+  auto done = [=] { return pool->finished.load(std::memory_order_acquire) == wanted; };
+  if (!done() && !spin_until(pool->join, done)) {
     pthread_mutex_lock(&pool->mutex);
     pool->waiting.store(1);
-    while (pool->state.load() & COUNT) pthread_cond_wait(&pool->done, &pool->mutex);
+    while (pool->finished.load() != wanted) pthread_cond_wait(&pool->done, &pool->mutex);
     pool->waiting.store(0);
     pthread_mutex_unlock(&pool->mutex);
   }
@@ -179,20 +267,20 @@ GC_EXPORT int64_t gc_pool_version() { return GC_POOL_VERSION; }
 // Pools live as long as the process.
 GC_EXPORT gc_pool* gc_pool_create(int64_t threads) {
   void* memory = nullptr;
-  if (posix_memalign(&memory, 64, sizeof(Pool))) return nullptr;
+  if (posix_memalign(&memory, 128, sizeof(Pool))) return nullptr;
   memset(memory, 0, sizeof(Pool));
   Pool* pool = (Pool*)memory;
   pool->version = GC_POOL_VERSION;
   pool->threads = threads;
   pool->run = pool_run;
-  // About 40 us of spinning covers the gap between steps; with more threads than cores, spinning
-  // only takes time from the thread one waits for.
-  pool->spin = threads <= sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 20;
+  // With more threads than cores, spinning only takes time from the thread one waits for.
+  bool crowded = threads > sysconf(_SC_NPROCESSORS_ONLN);
+  pool->idle = crowded ? 0 : IDLE_NS;
+  pool->join = crowded ? 0 : JOIN_NS;
   pthread_mutex_init(&pool->turn, nullptr);
   pthread_mutex_init(&pool->mutex, nullptr);
   pthread_cond_init(&pool->work, nullptr);
   pthread_cond_init(&pool->done, nullptr);
-  pool->state.store(CLOSED);
   sigset_t all, before;  // signals belong to the threads of the host program
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -228,11 +316,24 @@ const int8_t ARITY[OPCODES] = {0, 0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1
 
 enum Kind { INPUT, OUTPUT, WEIGHT, STATE, ARENA, EXTERNAL, KINDS };
 
-enum Error { UNDEFINED = 1, NO_MEMORY = 2, SCRATCH = 3 };
+enum Error { RUN = 0, UNDEFINED = 1, NO_MEMORY = 2, SCRATCH = 3, SKIP = 4 };
 
 struct Buffer { int64_t kind, index, offset; };
 struct Step { int64_t function, ptr, ptrs, imm, imms, range, grain, scratch; };
 struct Pointer { int64_t buffer, offset; };
+
+// A Step under the current symbols, for the run loop.
+struct Ready {
+  gc_kernel kernel;
+  void** ptr;
+  const int64_t* imm;
+  int64_t range, grain, scratch;
+  int64_t loose, loose_end;  // its pointers that each run finds anew, in Program::loose
+  int64_t chunk;  // units a thread takes at a time; 0: the caller computes all of it
+  int64_t rate;   // picoseconds a unit takes, as measured; 0: not yet
+  int32_t until;  // runs until the next measurement
+  int32_t code;   // RUN, SKIP or an Error
+};
 
 // A number, or "undefined": an unbound symbol, a division by zero, an overflow. Undefined values
 // may exist as long as nothing executed needs them.
@@ -252,8 +353,11 @@ struct Program {
   int64_t* imm_values;
   int64_t* ptr_offsets;
   void** addresses;
-  uint8_t* step_defined;
+  Ready* ready;
+  int64_t* loose;  // pointers to inputs, outputs, states and externals
   int64_t scratch;  // largest defined scratch of any step
+  int64_t threads;  // `ready` is for so many; 0: to be made
+  char *weights, *arena;  // what `ready` was made with
   bool evaluated;
 };
 
@@ -374,8 +478,11 @@ void evaluate(Program* p, const int64_t* symbols) {
     p->defined[e] = value.ok;
   }
   p->scratch = 0;
+  p->threads = 0;
   for (int64_t i = 0; i < p->steps; i++) {
     const Step& s = p->step[i];
+    Ready& r = p->ready[i];
+    r.code = SKIP;
     if (s.function < 0) continue;
     bool ok = p->defined[s.range] && p->defined[s.scratch];
     for (int64_t k = s.imm; k < s.imm + s.imms; k++) {
@@ -387,7 +494,12 @@ void evaluate(Program* p, const int64_t* symbols) {
       p->ptr_offsets[k] = p->values[e];
       ok &= p->defined[e] != 0;
     }
-    p->step_defined[i] = ok;
+    if (!ok) r.code = UNDEFINED;
+    else if (p->values[s.range] > 0) r.code = RUN;
+    r.range = p->values[s.range];
+    r.scratch = p->values[s.scratch];
+    r.rate = 0;
+    r.until = 0;
     if (p->defined[s.scratch] && p->values[s.scratch] > p->scratch) p->scratch = p->values[s.scratch];
   }
   memcpy(p->current, symbols, (size_t)p->symbols * 8);
@@ -409,7 +521,101 @@ struct gc_frame {
   int64_t scratch_stride;  // bytes per thread
   gc_pool* pool;           // null: one thread, no synchronisation
   int64_t* times;          // null, or nanoseconds per step, added to
+  gc_trace* trace;         // null, or where to record Steps and chunks
 };
+
+namespace {
+
+// ---- work for one thread or for several. What a unit of the range costs is measured now and then
+// while running: lowering knows it only roughly, and not at all for lengths that it does not know.
+
+constexpr int64_t ALONE_NS = 4000;   // a Step shorter than this is not worth two threads
+constexpr int64_t CHUNK_NS = 5000;   // no need to hand out less than this at a time
+constexpr int64_t WAKE_NS = 20000;   // waking a thread costs microseconds
+constexpr int32_t MEASURE_EVERY = 16;
+
+// Chooses `chunk` from the rate. Chunks are multiples of the grain, which keeps tiles whole.
+void share(Ready& r, int64_t threads) {
+  r.chunk = 0;
+  if (threads < 2 || r.range <= r.grain) return;
+  int64_t parts = CHUNKS * threads;
+  if (r.rate) {
+    double total = 1e-3 * (double)r.rate * (double)r.range;
+    if (total < ALONE_NS) return;
+    int64_t most = (int64_t)(total / CHUNK_NS) / threads * threads;
+    if (most < parts) parts = most > threads ? most : threads;
+  }
+  r.chunk = ((r.range + parts - 1) / parts + r.grain - 1) / r.grain * r.grain;
+  if (r.chunk >= r.range) r.chunk = 0;
+}
+
+void learn(Ready& r, const gc_sample& sample, int64_t threads) {
+  if (sample.units <= 0) return;
+  int64_t rate = (int64_t)(1e3 * (double)sample.nanoseconds / (double)sample.units) + 1;
+  // a high one may only mean that this thread was off its core
+  r.rate = r.rate && rate > r.rate ? (3 * r.rate + rate) / 4 : rate;
+  share(r, threads);
+}
+
+// Resolves what stays the same from run to run.
+void prepare(Program* p, const gc_frame* frame, int64_t threads) {
+  int64_t loose = 0;
+  for (int64_t i = 0; i < p->steps; i++) {
+    const Step& s = p->step[i];
+    Ready& r = p->ready[i];
+    if (s.function < 0) continue;
+    r.kernel = (gc_kernel)p->functions[s.function];
+    r.ptr = p->addresses + s.ptr;
+    r.imm = p->imm_values + s.imm;
+    r.grain = s.grain > 0 ? s.grain : 1;
+    r.loose = loose;
+    for (int64_t k = s.ptr; k < s.ptr + s.ptrs; k++) {
+      const Buffer& b = p->buffer[p->pointer[k].buffer];
+      if (b.kind == WEIGHT || b.kind == ARENA) {
+        char* base = b.kind == WEIGHT ? frame->weights : frame->arena;
+        if (!base && r.code == RUN) r.code = NO_MEMORY;
+        p->addresses[k] = base + b.offset + p->ptr_offsets[k];
+      } else {
+        p->loose[loose++] = k;
+      }
+    }
+    r.loose_end = loose;
+    share(r, threads);
+  }
+  p->threads = threads;
+  p->weights = frame->weights;
+  p->arena = frame->arena;
+}
+
+// Runs a Step that several threads may share, or that is watched.
+void run_shared(const gc_frame* frame, Ready& r, int64_t i, int64_t threads) {
+  gc_sample sample = {0, 0};
+  bool measured = r.range > r.grain && threads > 1 && --r.until < 0;
+  bool watched = frame->times || frame->trace;
+  int64_t begin = watched || measured ? nanoseconds() : 0;
+  if (r.chunk) {
+    bool wake = !r.rate || 1e-3 * (double)r.rate * (double)r.range >= WAKE_NS;
+    gc_job job = {r.kernel, r.ptr, r.imm, frame->scratch, frame->scratch_stride, r.range, r.chunk,
+                  wake, measured ? &sample : nullptr, frame->trace, i};
+    frame->pool->run(frame->pool, &job);
+  } else {
+    gc_args args = {r.ptr, r.imm, frame->scratch};
+    r.kernel(&args, 0, r.range);
+  }
+  if (watched) {
+    int64_t end = nanoseconds();
+    if (frame->times) frame->times[i] += end - begin;
+    if (frame->trace) record(frame->trace, {i, 0, 0, begin, end, 0, r.range});
+  }
+  if (measured) {
+    // the first runs of all meet cold memory
+    r.until = r.rate ? MEASURE_EVERY - 1 : 0;
+    if (!r.chunk) sample = {nanoseconds() - begin, r.range};
+    learn(r, sample, threads);
+  }
+}
+
+}  // namespace
 
 // Addresses of functions of this library; names are NUL-terminated, one behind the other.
 // Gives the position of the first unknown name, or -1.
@@ -447,8 +653,9 @@ GC_EXPORT void* gc_program_create(const int64_t* blob, int64_t n, void* const* f
   total += p->expressions + 1 + p->words + 3 * p->buffers + 8 * p->steps + 2 * p->ptrs + p->imms;
   if (total != n) return free(p), nullptr;
 
-  size_t words = (size_t)(n + known + p->symbols + p->expressions + p->imms + 2 * p->ptrs);
-  size_t bytes = (size_t)(2 * p->expressions + p->steps);
+  size_t words = (size_t)(n + known + p->symbols + p->expressions + p->imms + 3 * p->ptrs) +
+                 (size_t)p->steps * (sizeof(Ready) / 8);
+  size_t bytes = (size_t)(2 * p->expressions);
   int64_t* memory = (int64_t*)calloc(words * 8 + bytes + 8, 1);
   if (!memory) return free(p), nullptr;
   memcpy(memory, blob, (size_t)n * 8);
@@ -466,9 +673,10 @@ GC_EXPORT void* gc_program_create(const int64_t* blob, int64_t n, void* const* f
   p->imm_values = take(p->imms);
   p->ptr_offsets = take(p->ptrs);
   p->addresses = (void**)take(p->ptrs);
+  p->loose = take(p->ptrs);
+  p->ready = (Ready*)take(p->steps * (int64_t)(sizeof(Ready) / 8));
   p->defined = (uint8_t*)at;
   p->constant = p->defined + p->expressions;
-  p->step_defined = p->constant + p->expressions;
   if (known) memcpy(p->functions, functions, (size_t)known * 8);
   bool good = check_program(p);
   for (int64_t i = 0; i < p->steps && good; i++) good = p->step[i].function < known;
@@ -497,42 +705,36 @@ GC_EXPORT const uint8_t* gc_program_defined(void* program) { return ((Program*)p
 GC_EXPORT int64_t gc_program_run(void* program, const gc_frame* frame, int64_t first, int64_t last) {
   Program* p = (Program*)program;
   gc_program_evaluate(p, frame->symbols);
+  int64_t threads = frame->pool ? frame->pool->threads : 1;
+  if (p->threads != threads || p->weights != frame->weights || p->arena != frame->arena)
+    prepare(p, frame, threads);
+  bool watched = frame->times || frame->trace;
   for (int64_t i = first; i < last; i++) {
-    const Step& s = p->step[i];
-    if (s.function < 0) continue;
-    if (!p->step_defined[i]) return UNDEFINED + 8 * i;
-    int64_t range = p->values[s.range];
-    if (range <= 0) continue;
-    if (p->values[s.scratch] > frame->scratch_stride) return SCRATCH + 8 * i;
-    for (int64_t k = s.ptr; k < s.ptr + s.ptrs; k++) {
+    Ready& r = p->ready[i];
+    if (r.code != RUN) {
+      if (r.code == SKIP) continue;
+      return r.code + 8 * i;
+    }
+    if (r.scratch > frame->scratch_stride) return SCRATCH + 8 * i;
+    for (int64_t l = r.loose; l < r.loose_end; l++) {
+      int64_t k = p->loose[l];
       const Buffer& b = p->buffer[p->pointer[k].buffer];
       char* base = nullptr;
       switch (b.kind) {
         case INPUT: base = (char*)frame->inputs[b.index]; break;
         case OUTPUT: base = (char*)frame->outputs[b.index]; break;
-        case WEIGHT: base = frame->weights; break;
         case STATE: base = (char*)frame->states[b.index]; break;
-        case ARENA: base = frame->arena; break;
         default: base = (char*)frame->externals[p->pointer[k].buffer];
       }
       if (!base) return NO_MEMORY + 8 * i;
       p->addresses[k] = base + b.offset + p->ptr_offsets[k];
     }
-    gc_kernel kernel = (gc_kernel)p->functions[s.function];
-    int64_t begin = frame->times ? nanoseconds() : 0;
-    int64_t grain = s.grain > 0 ? s.grain : 1;
-    if (!frame->pool || range <= grain) {
-      gc_args args = {p->addresses + s.ptr, p->imm_values + s.imm, frame->scratch};
-      kernel(&args, 0, range);
+    if (watched || (threads > 1 && r.range > r.grain)) {
+      run_shared(frame, r, i, threads);
     } else {
-      // About 8 chunks per thread balance uneven work; multiples of the grain keep tiles whole.
-      int64_t parts = 8 * frame->pool->threads;
-      int64_t chunk = ((range + parts - 1) / parts + grain - 1) / grain * grain;
-      gc_job job = {kernel, p->addresses + s.ptr, p->imm_values + s.imm, frame->scratch,
-                    frame->scratch_stride, range, chunk};
-      frame->pool->run(frame->pool, &job);
+      gc_args args = {r.ptr, r.imm, frame->scratch};
+      r.kernel(&args, 0, r.range);
     }
-    if (frame->times) frame->times[i] += nanoseconds() - begin;
   }
   return 0;
 }

@@ -46,6 +46,7 @@ class Frame(ctypes.Structure):
         ("scratch_stride", _i64),
         ("pool", _pointer),
         ("times", _pointer),
+        ("trace", _pointer),
     ]
 
 

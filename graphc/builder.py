@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sympy
 
 import graphc
@@ -25,8 +26,19 @@ from graphc.lowering.index_ranges import index_ranges
 from graphc.lowering.lower import lower
 from graphc.lowering.program import Expressions, Planner, build_program, evaluate
 from graphc.lowering.steps import KernelStep, Lowered
-from graphc.plan import ABI_VERSION, FORMAT_VERSION, Output, Plan, Program, State, Symbol, Tensor
-from graphc.plan_io import KERNELS, WEIGHTS, Content, WeightsWriter, write_plan
+from graphc.lowering.work import side_work
+from graphc.plan import (
+    ABI_VERSION,
+    FORMAT_VERSION,
+    Output,
+    Plan,
+    PlanWork,
+    Program,
+    State,
+    Symbol,
+    Tensor,
+)
+from graphc.plan_io import KERNELS, WEIGHTS, WORK, Content, WeightsWriter, write_plan
 from graphc.report import (
     BucketRecord,
     BuildReport,
@@ -114,8 +126,7 @@ class _Build:
             )  # fmt: skip
 
         objects: CompileReport = self._timed("compile", compiled)
-        table = planned[0][1]
-        return self._write(sides, [p for p, _ in planned], table, objects, compiler, records)
+        return self._write(sides, planned, objects, compiler, records)
 
     def _side(self, variant: Captured, sides: list[Lowered], records: list[PassRecord]) -> Lowered:
         """The same model for other lengths; its weights stand behind those of the sides before."""
@@ -161,14 +172,14 @@ class _Build:
     def _write(
         self,
         sides: Sequence[Lowered],
-        programs: list[Program],
-        table: Expressions,
+        planned: Sequence[tuple[Program, Expressions]],
         objects: CompileReport,
         compiler: Compiler,
         records: list[PassRecord],
     ) -> BuildReport:
         request = self.request
         graph = sides[0].graph
+        programs, table = [program for program, _ in planned], planned[0][1]
         sources = source_names(sides)
         start = time.perf_counter()
         self.show("write", 0, 0)
@@ -193,6 +204,7 @@ class _Build:
                 KERNELS: library,
                 WEIGHTS: Path(folder) / WEIGHTS,
                 "report.json": report.to_json(),
+                WORK: msgspec.json.encode(self._work(sides, planned)),
             }
             if request.text is not None:
                 files["graph.txt"] = request.text(graph)
@@ -201,6 +213,16 @@ class _Build:
                     files[f"sources/{sources[step.symbol]}"] = step.unit.source
             write_plan(request.output, plan, files)
         return report
+
+    def _work(
+        self, sides: Sequence[Lowered], planned: Sequence[tuple[Program, Expressions]]
+    ) -> PlanWork:
+        names = [symbol.name for symbol in self.symbols]
+        places: dict[str, int] = {}
+        made = [side_work(side, names, places) for side in sides]
+        graphs = [side.graph for side in sides]
+        owners = [next(k for k, g in enumerate(graphs) if g is t.graph) for _, t in planned]
+        return PlanWork(list(places), made, owners)
 
     def _states(self, graph: Graph, table: Expressions, writer: WeightsWriter) -> list[State]:
         made: list[State] = []

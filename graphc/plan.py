@@ -6,6 +6,7 @@ A plan is a folder:
     weights.bin        all weights, each at a 4096-byte aligned offset, mapped at load
     kernels.so         the kernels of every bucket and the native executor
     report.json        what the passes did (graphc.report)
+    work.json          what each Step has to do (this module's `PlanWork`), for the views only
     graph.txt          the graph after all passes, canonical text
     sources/*.cpp      the generated kernel sources
 
@@ -109,8 +110,6 @@ class Kernel(msgspec.Struct, frozen=True):
     label: str = ""
     source: str = ""  # file under sources/
     nodes: list[str] = []  # graph nodes it computes
-    flops: int = -1  # expression index or -1
-    traffic: int = -1  # expression index of bytes moved, or -1
 
 
 class Fallback(msgspec.Struct, frozen=True):
@@ -209,3 +208,35 @@ class Plan(msgspec.Struct, frozen=True):
     positional_names: list[str] = []  # parameter name of each positional argument
     ranges: list[tuple[int, int, int, str]] = []  # (integer input, lowest value, one past the
     # highest, what it is): inputs used as indices, checked at the boundary
+
+
+class StepWork(msgspec.Struct, frozen=True, array_like=True):
+    """What a Step has to do, as indices into `SideWork.expressions` (-1: unknown).
+
+    flops: operations, a multiply-add being two. kept: bytes read of weights, states and inputs;
+    read: bytes read of what the run made; written: bytes written; each byte counted once.
+    arithmetic: "fp32", "fp64", or "bf16" and "int8" for dot products of these. place: index into
+    `PlanWork.places`, the line of the user's model.
+    """
+
+    flops: int = -1
+    kept: int = -1
+    read: int = -1
+    written: int = -1
+    arithmetic: str = "fp32"
+    place: int = -1
+
+
+class SideWork(msgspec.Struct, frozen=True):
+    """The Steps of one captured graph; all buckets of it share them."""
+
+    expressions: list[Expression]  # over Plan.symbols, as those of a Program
+    steps: list[StepWork]
+
+
+class PlanWork(msgspec.Struct, frozen=True):
+    """Contents of work.json. `programs` gives the side of each program of the plan."""
+
+    places: list[str]
+    sides: list[SideWork]
+    programs: list[int]

@@ -20,11 +20,12 @@ from typing import BinaryIO
 import msgspec
 
 from graphc.errors import DamagedError, PlanMismatchError, UsageError
-from graphc.plan import ABI_VERSION, FORMAT_VERSION, Plan, Weight
+from graphc.plan import ABI_VERSION, FORMAT_VERSION, Plan, PlanWork, Weight
 
 MANIFEST = "plan.json"
 WEIGHTS = "weights.bin"
 KERNELS = "kernels.so"
+WORK = "work.json"
 ALIGNMENT = 4096  # of each weight in weights.bin
 
 _HEAD = b'{"graphc_plan": 1, "sha256": "%s", "payload": '
@@ -235,6 +236,21 @@ def read_plan(folder: Path | str) -> Plan:
             )
     verify_files(folder, decoded.plan, (KERNELS,))
     return decoded.plan
+
+
+def read_work(folder: Path | str, plan: Plan) -> PlanWork:
+    """What each Step of a plan has to do; `plan` is what `read_plan` gave. Raises DamagedError,
+    also for a plan that was built before there was a work.json."""
+    path = Path(folder) / WORK
+    if WORK not in plan.files:
+        raise DamagedError(
+            "the plan does not say what its Steps do", where=str(folder), hint=_REBUILD
+        )
+    verify_files(folder, plan, (WORK,))
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PlanWork)
+    except msgspec.DecodeError as error:
+        raise DamagedError(f"cannot be read: {error}", where=str(path), hint=_REBUILD) from error
 
 
 def _checked_payload(text: bytes, manifest: Path) -> bytes:

@@ -46,6 +46,7 @@ from graphc.lowering.steps import (
     KernelStep,
     Lowered,
 )
+from graphc.lowering.work import loop_flops
 
 
 def lower(graph: Graph, isa: str) -> Lowered:
@@ -270,6 +271,7 @@ class Lowering:
             Unit(label, made.source), made.symbol, pointers=made.pointers,
             immediates=made.immediates, reads=made.reads, writes=made.writes, range=made.range,
             grain=made.grain, scratch=made.scratch, label=label, nodes=names,
+            flops=loop_flops(loop),
         )  # fmt: skip
 
     def _node(self, node: Node, group: Group) -> None:
@@ -553,7 +555,7 @@ class Lowering:
                 as_dim(range), grain, as_dim(scratch),
                 list(dict.fromkeys(v.buffer for v in reads)),
                 list(dict.fromkeys(v.buffer for v in writes)), label or unit.name, list(nodes),
-                flops,
+                flops, tuple(reads), tuple(writes),
             )
         )  # fmt: skip
 

@@ -215,7 +215,6 @@ def _step(step: KernelStep | FallbackStep, table: Expressions, sources: Mapping[
                 label=step.label,
                 source=sources.get(step.symbol, ""),
                 nodes=step.nodes,
-                flops=-1 if step.flops is None else table.add(as_dim(step.flops)),
             )
         )
     node = step.node

@@ -39,6 +39,8 @@ class KernelStep:
     label: str
     nodes: list[str]
     flops: Dim | None = None
+    read_views: tuple[View, ...] = ()
+    write_views: tuple[View, ...] = ()
 
 
 @dataclass

@@ -9,6 +9,7 @@ from passes.fusion.layer_norm import LayerNorm
 from passes.fusion.merged_linear import MergedLinear
 from passes.fusion.rms_norm import RmsNorm
 from passes.fusion.softmax import Softmax
+from passes.quantization.integer_conv import IntegerConv
 from passes.quantization.integer_linear import IntegerLinear
 from passes.simplify.arithmetic import Arithmetic
 from passes.simplify.common_subexpressions import CommonSubexpressions
@@ -28,6 +29,7 @@ PIPELINE: tuple[Pass, ...] = (
     ViewSimplification(),  # expansions move behind what masks are made of
     CommonSubexpressions(),  # patterns may now ask "the same value?" by identity
     IntegerLinear(),  # quantized weights are constants less their zero points by now
+    IntegerConv(),
     FoldBatchNorm(),  # into convolutions whose weights are known to be constant by now
     Activation(),  # gelu, silu, ...: one operator where the model wrote five
     Softmax(),  # before attention, which looks for it

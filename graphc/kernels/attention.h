@@ -1,5 +1,5 @@
-// softmax(scale * q k^T + mask) v without the T x T matrix: blocked online softmax (Milakov and
-// Gimelshein 2018; Rabe and Staats 2021; Dao et al. 2022), fp32 arithmetic for every storage type.
+// softmax(scale * q k^T + mask) v for a few queries, fp32 arithmetic for every storage type. Many
+// queries: attention_prefill.h.
 //
 // Batch dimensions are listed as in gemm.h; heads that share keys (grouped queries) have key and
 // value stride 0 in their dimension. A row whose keys are all masked gives zeros, as in torch.
@@ -23,10 +23,6 @@ struct gc_attention_shape {
   extern "C" void gc_attention_##name(const gc_args* args, gc_epilogue epilogue, float scale, \
                                       int64_t begin, int64_t end)
 
-// Blocks of 32 queries. k: fp32 panels [ceil(tk/32)][d][32]; v: fp32, columns adjacent.
-GC_ATTENTION(f32);
-GC_ATTENTION(bf16);
-GC_ATTENTION(f16);
 // A few queries, unit by unit of (batch, query): k and v in their own type, read once, in place.
 GC_ATTENTION(decode_f32);
 GC_ATTENTION(decode_bf16);

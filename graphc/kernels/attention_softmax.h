@@ -1,4 +1,4 @@
-// Parts of the attention kernels: 2^x, masks, and the online softmax over a block of scores.
+// Parts of the attention kernels: 2^x and masks.
 #pragma once
 #include "attention.h"
 #include "gemm_micro.h"
@@ -56,51 +56,6 @@ static inline void load_mask(const gc_attention_shape* s, const void* mask, int6
   else if (s->mask_type == 2) mask_rows<bf16>(mask, offset, sq, sk, nq, nk, rows, ld);
   else if (s->mask_type == 3) mask_rows<f16>(mask, offset, sq, sk, nq, nk, rows, ld);
   else mask_rows<bool>(mask, offset, sq, sk, nq, nk, rows, ld);
-}
-
-// Online softmax where lanes are queries: s[key][32] becomes exp2(s - new maximum) in place;
-// `maximum` and `total` are updated, `rescale` receives 2^(old - new maximum) per query.
-static inline void softmax_block(float* s, int64_t keys, float* maximum, float* total, float* rescale) {
-  for (int v = 0; v < GC_NR; v += VL) {
-    const vf before = load<vf>(maximum + v);
-    vf m[2] = {before, before};
-    int64_t j = 0;
-    for (; j + 2 <= keys; j += 2) {
-      m[0] = max_or_first(m[0], load<vf>(s + j * GC_NR + v));
-      m[1] = max_or_first(m[1], load<vf>(s + (j + 1) * GC_NR + v));
-    }
-    if (j < keys) m[0] = max_or_first(m[0], load<vf>(s + j * GC_NR + v));
-    const vf now = max_or_first(m[0], m[1]);
-    store(maximum + v, now);
-    const vf base = now == NEGATIVE_INFINITY ? vf{} : now;  // nothing seen yet: all stay 0
-    const vf factor = exp2_negative(before - base);
-    store(rescale + v, factor);
-    vf sum[4] = {};
-    for (j = 0; j + 4 <= keys; j += 4) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        float* p = s + (j + i) * GC_NR + v;
-        const vf e = exp2_negative(load<vf>(p) - base);
-        store(p, e);
-        sum[i] += e;
-      }
-    }
-    for (; j < keys; j++) {
-      float* p = s + j * GC_NR + v;
-      const vf e = exp2_negative(load<vf>(p) - base);
-      store(p, e);
-      sum[0] += e;
-    }
-    store(total + v, load<vf>(total + v) * factor + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
-  }
-}
-
-// Query lanes below the diagonal: s[key][lane] = -inf where key > q0 + lane.
-static inline void causal_block(float* s, int64_t keys, int64_t key0, int64_t q0) {
-  for (int64_t j = 0; j < keys; j++) {
-    const int64_t hidden = key0 + j - q0;  // lanes before this one do not see the key
-    for (int64_t i = 0; i < GC_NR && i < hidden; i++) s[j * GC_NR + i] = NEGATIVE_INFINITY;
-  }
 }
 
 }  // namespace gc

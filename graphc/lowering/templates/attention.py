@@ -1,4 +1,4 @@
-"""Lowering of scaled_dot_product_attention to the kernels of graphc/kernels/attention.h."""
+"""Lowering of scaled_dot_product_attention to the kernels of graphc/kernels/attention_prefill.h."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ from graphc.lowering.templates.operand import (
 )
 from graphc.lowering.templates.pack import PANEL
 
+#: GC_ATTENTION_PANELS and GC_ATTENTION_KEYS of attention_prefill.h
+PANELS, KEYS = 4, 128
+#: no bound on the distance of keys
+FAR = 1 << 40
+#: fp32 values whose rows lie further apart (in elements) are packed: their lines would compete for
+#: a few sets of the cache
+NEAR_ROWS = 512
 
-def packed_f32(
+
+def packed(
     ctx: LoweringContext,
     node: Any,
     view: View,
@@ -28,20 +36,23 @@ def packed_f32(
     batch: Sequence[Dim],
     columns: tuple[Dim, Dim],
     depth: tuple[Dim, Dim],
-) -> tuple[View, list[Dim]]:
-    """A Step that copies matrices to fp32 panels [ceil(n/32)][k][32], one per batch that `view`
-    really has. columns and depth are (length, stride). Gives the panels and their batch strides."""
+) -> tuple[View, list[Dim], Dim]:
+    """A Step that copies matrices to panels [ceil(n/32)][steps][32] of fp32 or pairs of bf16, one
+    per batch that `view` really has. columns and depth are (length, stride). Gives the panels,
+    their batch strides, and the size of a panel."""
     (n, b_n), (k, b_k) = columns, depth
     own = [1 if ctx.static(s) == 0 else n_ for n_, s in zip(size, batch, strict=True)]
     panels = ceildiv(n, PANEL)
-    workspace = ctx.workspace([*own, panels, k, PANEL], "float32")
+    pairs = view.dtype == "bfloat16"
+    steps = ceildiv(k, 2) if pairs else k
+    workspace = ctx.workspace([*own, panels, steps, PANEL], "int32" if pairs else "float32")
     strides: list[Dim] = []
-    running: Dim = panels * k * PANEL
+    running: Dim = panels * steps * PANEL
     for n_, stride in zip(reversed(own), reversed(batch), strict=True):
         strides.insert(0, 0 if ctx.static(stride) == 0 else running)
         running = running * n_
     ctx.kernel(
-        Unit("attention", ctx.header("attention.cpp")),
+        Unit("attention_pack", ctx.header("attention_pack.cpp")),
         f"gc_attention_pack_{FAST[view.dtype]}",
         pointers=[view, workspace],
         immediates=[n, k, b_n, b_k, *padded(own, 1), *padded(batch, 0)],
@@ -51,7 +62,7 @@ def packed_f32(
         grain=grain_for(ctx, k * PANEL * 8, 64),
         label=f"{node.name}.pack",
     )
-    return workspace, strides
+    return workspace, strides, steps * PANEL
 
 
 @rule("aten.scaled_dot_product_attention.default")
@@ -64,38 +75,51 @@ def attention(ctx: LoweringContext, node: Any) -> None:
     found = attention_operands.operands(ctx, node)
     if attention_decode.takes(ctx, found):
         attention_decode.emit(ctx, node, found)
-        return
-    q, k, v, mask, out = found.q, found.k, found.v, found.mask, found.out
-    size, walks = found.size, found.walks
-    tq, tk, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    z = product_of(size)
-    kind = FAST[q.dtype]
-    v_view, v_batch = v, walks[2]
-    v_step, v_panel = v.strides[-2], PANEL
-    scratch = 4 * PANEL * (d + 3 * 128 + 3 + PANEL * ceildiv(dv, PANEL))
-    k_view, k_batch = packed_f32(ctx, node, k, size, walks[1], (tk, k.strides[-2]),
-                                 (d, k.strides[-1]))  # fmt: skip
-    width = ctx.static(dv)
-    whole = width is not None and width % PANEL == 0 and ctx.static(v.strides[-1]) == 1
-    if kind != "f32" or not whole:
-        v_view, v_batch = packed_f32(ctx, node, v, size, walks[2], (dv, v.strides[-1]),
-                                     (tk, v.strides[-2]))  # fmt: skip
-        v_step, v_panel = PANEL, tk * PANEL
+    else:
+        emit(ctx, node, found)
 
-    pointers = [q, k_view, v_view, *([mask] if mask is not None else [])]
+
+def emit(ctx: LoweringContext, node: Any, found: attention_operands.Attention) -> None:
+    """The Steps for many queries: panels of keys and values, then blocks of queries."""
+    q, k, v, size, walks = found.q, found.k, found.v, found.size, found.walks
+    tq, tk, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    kind = FAST[q.dtype]
+    grouped = bool(size) and ctx.static(walks[1][-1]) == 0 and ctx.static(walks[2][-1]) == 0
+    group: Dim = size[-1] if grouped else 1
+    k_view, k_batch, _ = packed(ctx, node, k, size, walks[1], (tk, k.strides[-2]),
+                                (d, k.strides[-1]))  # fmt: skip
+    width, row = ctx.static(dv), ctx.static(v.strides[-2])
+    in_place = (
+        kind == "f32" and width is not None and width % PANEL == 0
+        and ctx.static(v.strides[-1]) == 1 and row is not None and row <= NEAR_ROWS
+    )  # fmt: skip
+    if in_place:
+        v_view, v_batch, v_row, v_panel = v, walks[2], v.strides[-2], PANEL
+    else:
+        v_view, v_batch, v_panel = packed(ctx, node, v, size, walks[2], (dv, v.strides[-1]),
+                                          (tk, v.strides[-2]))  # fmt: skip
+        v_row = PANEL
+
+    pointers = [q, k_view, v_view, *([found.mask] if found.mask is not None else [])]
     immediates: list[Dim] = [
-        tq, tk, d, dv, *padded(size, 1), q.strides[-2], q.strides[-1], *padded(walks[0], 0),
-        k.strides[-2], *padded(k_batch, 0), v_step, v_panel, *padded(v_batch, 0),
-        *found.mask_immediates(ctx), int(found.causal),
+        tq, tk, d, dv, group, *padded(size, 1), q.strides[-2], q.strides[-1],
+        *padded(walks[0], 0), *padded(k_batch, 0), v_row, v_panel, *padded(v_batch, 0),
+        *found.mask_immediates(ctx), 0, *padded((), 0), FAR, 0 if found.causal else FAR,
     ]  # fmt: skip
-    result = Operand(out, out.strides[-2], out.strides[-1], tuple(walks[3]))
+    result = Operand(found.out, found.out.strides[-2], found.out.strides[-1], tuple(walks[3]))
     epilogue = plain_store(result, size, len(pointers), len(immediates))
-    text = f"""#include "attention.h"
+    text = f"""#include "attention_prefill.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
-  gc_attention_{kind}(args, {epilogue.name}, {float_literal(found.scale)}, begin, end);
+  gc_prefill_{kind}(args, {epilogue.name}, {float_literal(found.scale)}, 0.0f, begin, end);
 }}
 """
+    columns = PANEL * ceildiv(dv, PANEL)
+    scratch = PANEL * (KEYS + 1 + PANELS * (d + columns + 3))
+    if kind == "bf16":
+        scratch += KEYS * (d + columns)
+    if found.mask is not None:
+        scratch += 2 * PANEL * KEYS
     unit, symbol = entry_unit("attention", text)
     ctx.kernel(
         unit,
@@ -104,10 +128,11 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         immediates=[*immediates, *epilogue.immediates],
         reads=[*pointers, *epilogue.reads],
         writes=epilogue.writes,
-        range=z * ceildiv(tq, PANEL),
-        grain=grain_for(ctx, PANEL * tk * (d + dv), 16),
-        scratch=scratch,
+        range=product_of(size[:-1] if grouped else size)
+        * ceildiv(ceildiv(tq * group, PANEL), PANELS),
+        grain=grain_for(ctx, PANELS * PANEL * tk * (d + dv), 16),
+        scratch=4 * scratch,
         label=node.name,
-        flops=2 * z * tq * tk * (d + dv),
-        units=[Unit("attention", ctx.header("attention.cpp"))],
+        flops=2 * product_of(size) * tq * tk * (d + dv),
+        units=[Unit("attention_prefill", ctx.header("attention_prefill.cpp"))],
     )

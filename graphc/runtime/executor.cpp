@@ -71,8 +71,8 @@ void record(gc_trace* trace, const gc_event& event) {
 
 #define GC_POOL_VERSION 2
 
-struct gc_sample {  // what the caller itself did of a job
-  int64_t nanoseconds, units;
+struct gc_sample {  // what the caller itself did of a job, and how long it then waited for others
+  int64_t nanoseconds, units, waited;
 };
 
 struct gc_job {
@@ -246,16 +246,18 @@ void pool_run(gc_pool* base, const gc_job* job) {
   int64_t start = job->sample ? nanoseconds() : 0;
   run_chunk(pool, 0, begin);
   int64_t own = 1 + take_part(pool, 0);
-  if (job->sample) *job->sample = {nanoseconds() - start, own * chunk};
+  int64_t end = job->sample ? nanoseconds() : 0;
   int64_t wanted = pool->wanted += (int64_t)chunks - own;
   auto done = [=] { return pool->finished.load(std::memory_order_acquire) == wanted; };
-  if (!done() && !spin_until(pool->join, done)) {
+  bool waits = !done();
+  if (waits && !spin_until(pool->join, done)) {
     pthread_mutex_lock(&pool->mutex);
     pool->waiting.store(1);
     while (pool->finished.load() != wanted) pthread_cond_wait(&pool->done, &pool->mutex);
     pool->waiting.store(0);
     pthread_mutex_unlock(&pool->mutex);
   }
+  if (job->sample) *job->sample = {end - start, own * chunk, waits ? nanoseconds() - end : 0};
   pthread_mutex_unlock(&pool->turn);
 }
 
@@ -331,7 +333,7 @@ struct Ready {
   int64_t loose, loose_end;  // its pointers that each run finds anew, in Program::loose
   int64_t chunk;  // units a thread takes at a time; 0: the caller computes all of it
   int64_t rate;   // picoseconds a unit takes, as measured; 0: not yet
-  int32_t until;  // runs until the next measurement
+  int32_t until;  // runs until the next measurement alone
   int32_t code;   // RUN, SKIP or an Error
 };
 
@@ -358,6 +360,7 @@ struct Program {
   int64_t scratch;  // largest defined scratch of any step
   int64_t threads;  // `ready` is for so many; 0: to be made
   char *weights, *arena;  // what `ready` was made with
+  int64_t balance, alone, backoff;  // nanoseconds, see `settle`
   bool evaluated;
 };
 
@@ -530,9 +533,17 @@ namespace {
 // while running: lowering knows it only roughly, and not at all for lengths that it does not know.
 
 constexpr int64_t ALONE_NS = 4000;   // a Step shorter than this is not worth two threads
-constexpr int64_t CHUNK_NS = 5000;   // no need to hand out less than this at a time
+constexpr int64_t CHUNK_NS = 2500;   // no need to hand out less than this at a time
 constexpr int64_t WAKE_NS = 20000;   // waking a thread costs microseconds
 constexpr int32_t MEASURE_EVERY = 16;
+
+// When other processes keep the cores busy, a caller may wait longer for a chunk whose thread was
+// taken off its core than the chunk is worth. So each region is settled: what the others did of it,
+// less the wait for them, goes to a balance; when that falls below zero by DEBT_NS, the Steps run
+// alone for a while, longer each time until sharing pays again.
+constexpr int64_t CREDIT_NS = 4000000;  // one time slice lost does not count against it
+constexpr int64_t DEBT_NS = 500000;
+constexpr int64_t BACKOFF_NS = 4000000, LONGEST_BACKOFF_NS = 128000000;
 
 // Chooses `chunk` from the rate. Chunks are multiples of the grain, which keeps tiles whole.
 void share(Ready& r, int64_t threads) {
@@ -549,12 +560,25 @@ void share(Ready& r, int64_t threads) {
   if (r.chunk >= r.range) r.chunk = 0;
 }
 
-void learn(Ready& r, const gc_sample& sample, int64_t threads) {
-  if (sample.units <= 0) return;
-  int64_t rate = (int64_t)(1e3 * (double)sample.nanoseconds / (double)sample.units) + 1;
+void learn(Ready& r, int64_t nanoseconds, int64_t units, int64_t threads) {
+  int64_t rate = (int64_t)(1e3 * (double)nanoseconds / (double)units) + 1;
   // a high one may only mean that this thread was off its core
-  r.rate = r.rate && rate > r.rate ? (3 * r.rate + rate) / 4 : rate;
+  r.rate = r.rate && rate > r.rate ? (15 * r.rate + (rate < 4 * r.rate ? rate : 4 * r.rate)) / 16
+                                   : rate;
   share(r, threads);
+}
+
+void settle(Program* p, const Ready& r, const gc_sample& sample) {
+  int64_t others = (int64_t)(1e-3 * (double)r.rate * (double)(r.range - sample.units));
+  p->balance += (others > 0 ? others : 0) - sample.waited;
+  if (p->balance > CREDIT_NS) {
+    p->balance = CREDIT_NS;
+    p->backoff = BACKOFF_NS;
+  } else if (p->balance < -DEBT_NS) {
+    p->balance = 0;
+    p->alone = p->backoff;
+    if (p->backoff < LONGEST_BACKOFF_NS) p->backoff *= 2;
+  }
 }
 
 // Resolves what stays the same from run to run.
@@ -588,31 +612,33 @@ void prepare(Program* p, const gc_frame* frame, int64_t threads) {
 }
 
 // Runs a Step that several threads may share, or that is watched.
-void run_shared(const gc_frame* frame, Ready& r, int64_t i, int64_t threads) {
-  gc_sample sample = {0, 0};
-  bool measured = r.range > r.grain && threads > 1 && --r.until < 0;
-  bool watched = frame->times || frame->trace;
-  int64_t begin = watched || measured ? nanoseconds() : 0;
-  if (r.chunk) {
+void run_shared(Program* p, const gc_frame* frame, Ready& r, int64_t i) {
+  gc_sample sample = {0, 0, 0};
+  const bool parallel = r.chunk && p->alone <= 0;
+  // one that stays with the caller is measured now and then; the first runs of all meet cold memory
+  const bool measured = !parallel && p->threads > 1 && r.range > r.grain && --r.until < 0;
+  const bool watched = frame->times || frame->trace;
+  const int64_t begin = watched || measured ? nanoseconds() : 0;
+  if (parallel) {
     bool wake = !r.rate || 1e-3 * (double)r.rate * (double)r.range >= WAKE_NS;
     gc_job job = {r.kernel, r.ptr, r.imm, frame->scratch, frame->scratch_stride, r.range, r.chunk,
-                  wake, measured ? &sample : nullptr, frame->trace, i};
+                  wake, &sample, frame->trace, i};
     frame->pool->run(frame->pool, &job);
   } else {
     gc_args args = {r.ptr, r.imm, frame->scratch};
     r.kernel(&args, 0, r.range);
   }
-  if (watched) {
-    int64_t end = nanoseconds();
-    if (frame->times) frame->times[i] += end - begin;
-    if (frame->trace) record(frame->trace, {i, 0, 0, begin, end, 0, r.range});
-  }
-  if (measured) {
-    // the first runs of all meet cold memory
+  const int64_t end = watched || measured ? nanoseconds() : 0;
+  if (frame->times) frame->times[i] += end - begin;
+  if (frame->trace) record(frame->trace, {i, 0, 0, begin, end, 0, r.range});
+  if (sample.units) {
+    learn(r, sample.nanoseconds, sample.units, p->threads);
+    settle(p, r, sample);
+  } else if (measured) {
     r.until = r.rate ? MEASURE_EVERY - 1 : 0;
-    if (!r.chunk) sample = {nanoseconds() - begin, r.range};
-    learn(r, sample, threads);
+    learn(r, end - begin, r.range, p->threads);
   }
+  if (p->alone > 0) p->alone -= (int64_t)(1e-3 * (double)r.rate * (double)r.range);
 }
 
 }  // namespace
@@ -677,6 +703,8 @@ GC_EXPORT void* gc_program_create(const int64_t* blob, int64_t n, void* const* f
   p->ready = (Ready*)take(p->steps * (int64_t)(sizeof(Ready) / 8));
   p->defined = (uint8_t*)at;
   p->constant = p->defined + p->expressions;
+  p->balance = CREDIT_NS;
+  p->backoff = BACKOFF_NS;
   if (known) memcpy(p->functions, functions, (size_t)known * 8);
   bool good = check_program(p);
   for (int64_t i = 0; i < p->steps && good; i++) good = p->step[i].function < known;
@@ -730,7 +758,7 @@ GC_EXPORT int64_t gc_program_run(void* program, const gc_frame* frame, int64_t f
       p->addresses[k] = base + b.offset + p->ptr_offsets[k];
     }
     if (watched || (threads > 1 && r.range > r.grain)) {
-      run_shared(frame, r, i, threads);
+      run_shared(p, frame, r, i);
     } else {
       gc_args args = {r.ptr, r.imm, frame->scratch};
       r.kernel(&args, 0, r.range);

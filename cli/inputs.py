@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphc.errors import InputRejectedError, UsageError
-from graphc.plan import Expression, Plan, Program, Tensor
+from graphc.plan import Plan, Program, Tensor
+from graphc.runtime.expressions import evaluate
 
 Array = NDArray[Any]
 
@@ -29,44 +30,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         made: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
         return made
     return np.dtype(name)
-
-
-def evaluate(expression: Expression, symbols: Sequence[int]) -> int:
-    """The value of a plan's postfix expression (graphc.plan) with the given symbol values."""
-    stack: list[int] = []
-    for item in expression:
-        if isinstance(item, int):
-            stack.append(item)
-        elif item[0] == "s" and item[1:].isdecimal():
-            stack.append(symbols[int(item[1:])])
-        elif item in _UNARY:
-            stack.append(int(_UNARY[item](stack.pop())))
-        elif item == "select":
-            other, value, condition = stack.pop(), stack.pop(), stack.pop()
-            stack.append(value if condition else other)
-        else:
-            right, left = stack.pop(), stack.pop()
-            stack.append(int(_BINARY[item](left, right)))
-    return stack[0]
-
-
-_UNARY: dict[str, Any] = {"not": lambda a: not a, "neg": lambda a: -a, "abs": abs}
-_BINARY: dict[str, Any] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "//": lambda a, b: a // b,
-    "%": lambda a, b: a % b,
-    "min": min,
-    "max": max,
-    "pow": lambda a, b: a**b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    "and": lambda a, b: bool(a) and bool(b),
-    "or": lambda a, b: bool(a) or bool(b),
-}
 
 
 def make_inputs(
@@ -88,12 +51,7 @@ def make_inputs(
     """
     names = [tensor.name for tensor in plan.inputs]
     values = _by_name(given, names, "--input", "an input")
-    bound = {
-        name: _integer(text, f"--length {name}={text}")
-        for name, text in _by_name(
-            lengths, [s.name for s in plan.symbols], "--length", "a symbol"
-        ).items()
-    }
+    bound = _given_lengths(plan, lengths)
     program = plan.programs[0]
     arrays: dict[str, Array] = {}
     generator = np.random.default_rng(SEED)
@@ -102,14 +60,7 @@ def make_inputs(
             array = _value(tensor, values[tensor.name], (), generator)
             arrays[tensor.name] = array
             _bind(plan, program, tensor, dims, array.shape, bound)
-    free = [s for s in plan.symbols if s.name not in bound and s.input >= 0]
-    if free:
-        from graphc.shapes import Shapes
-
-        defaults = Shapes.load(shapes)
-        for symbol in free:
-            largest = max(p.limits.get(symbol.name, symbol.maximum) for p in plan.programs)
-            bound[symbol.name] = defaults.default_of(symbol.name, symbol.minimum, largest)
+    _default_lengths(plan, bound, shapes)
     order = [bound.get(symbol.name, symbol.minimum) for symbol in plan.symbols]
     made_up: list[str] = []
     for tensor, dims in zip(plan.inputs, program.input_shapes, strict=True):
@@ -122,6 +73,33 @@ def make_inputs(
             kind = "random" if _is_float(tensor.dtype) else "ones"
         arrays[tensor.name] = _value(tensor, kind, shape, generator)
     return [arrays[name] for name in names], bound, made_up
+
+
+def make_lengths(plan: Plan, lengths: Sequence[str], shapes: Path | None) -> dict[str, int]:
+    """The value of each symbol that an input binds: as given ("T=128"), else the default of the
+    shapes file. Raises UsageError."""
+    bound = _given_lengths(plan, lengths)
+    _default_lengths(plan, bound, shapes)
+    return bound
+
+
+def _given_lengths(plan: Plan, lengths: Sequence[str]) -> dict[str, int]:
+    names = [symbol.name for symbol in plan.symbols]
+    given = _by_name(lengths, names, "--length", "a symbol")
+    return {name: _integer(text, f"--length {name}={text}") for name, text in given.items()}
+
+
+def _default_lengths(plan: Plan, bound: dict[str, int], shapes: Path | None) -> None:
+    """Adds what is not bound yet."""
+    free = [s for s in plan.symbols if s.name not in bound and s.input >= 0]
+    if not free:
+        return
+    from graphc.shapes import Shapes
+
+    defaults = Shapes.load(shapes)
+    for symbol in free:
+        largest = max(p.limits.get(symbol.name, symbol.maximum) for p in plan.programs)
+        bound[symbol.name] = defaults.default_of(symbol.name, symbol.minimum, largest)
 
 
 def flatten(tree: Any, result: Any) -> dict[int, Any]:

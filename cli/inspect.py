@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from cli.inputs import make_lengths
 from cli.plans import PlanFolder
 from cli.render import (
     bucket_line,
@@ -22,16 +23,34 @@ from cli.render import (
     range_text,
     size,
 )
+from cli.roofline import print_roofline, roofline
 
-VIEWS = ("summary", "passes", "graph", "memory", "kernels", "buckets", "fallbacks")
+VIEWS = ("summary", "passes", "graph", "memory", "kernels", "buckets", "fallbacks", "roofline")
 
 
 @click.command()
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("view", type=click.Choice(VIEWS), default="summary")
 @click.option("--kernel", metavar="NAME", help="Print the generated source of a kernel.")
+@click.option("--roofline", "roofline_view", is_flag=True, help="The view `roofline`.")
+@click.option("--length", "lengths", multiple=True, metavar="T=128", help="Roofline: a length.")
+@click.option("--threads", type=click.IntRange(1), help="Roofline: threads [all cores].")
+@click.option(
+    "--shapes",
+    type=click.Path(path_type=Path),
+    help="Roofline: file with default lengths [./shapes.yaml, else built in].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the view as JSON.")
-def inspect(plan: Path, view: str, kernel: str | None, as_json: bool) -> None:
+def inspect(
+    plan: Path,
+    view: str,
+    kernel: str | None,
+    roofline_view: bool,
+    lengths: tuple[str, ...],
+    threads: int | None,
+    shapes: Path | None,
+    as_json: bool,
+) -> None:
     """Show what a plan holds and how it came about.
 
     \b
@@ -42,8 +61,13 @@ def inspect(plan: Path, view: str, kernel: str | None, as_json: bool) -> None:
     kernels    each kernel with its uses; --kernel NAME prints its source
     buckets    the programs of the plan and their limits
     fallbacks  what runs through torch, and why
+    roofline   the least time of each step at the machine's peaks (graphc doctor --calibrate)
     """
     folder = PlanFolder.open(plan)
+    if roofline_view or view == "roofline":
+        data = roofline(folder, make_lengths(folder.plan, lengths, shapes), threads)
+        print_json(data) if as_json else print_roofline(data)
+        return
     if kernel is not None:
         name, source = folder.source(kernel)
         if as_json:

@@ -14,7 +14,7 @@ from cli.inputs import HELP, flatten, make_inputs
 from cli.measure import median, peak_memory, since_process_start
 from cli.options import BuildOptions, build_options
 from cli.plans import is_plan, plan_place
-from cli.render import bucket_line, compiled, duration, print_json, print_table, size
+from cli.render import bucket_line, compiled, duration, print_json, size
 from graphc.errors import UsageError
 from graphc.plan import Plan
 from graphc.report import CompileRecord
@@ -30,7 +30,7 @@ from graphc.report import CompileRecord
 @click.option("--iters", type=click.IntRange(0), default=5, show_default=True, help="Timed runs.")
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs before.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of the executor [all cores].")
-@click.option("--profile", is_flag=True, help="Time each step of one more run.")
+@click.option("--profile", is_flag=True, help="Time each step, against the roofline.")
 @click.option("--save", "save_to", type=click.Path(path_type=Path), help="Write outputs as .npz.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def run(
@@ -149,14 +149,11 @@ def execute(
         session.run(*args, **kwargs)
         times.append(time.perf_counter() - start)
     facts = session.describe()
-    steps = []
+    profiled: dict[str, Any] = {"steps": [], "fixes": [], "roofline": False}
     if profile:
-        session.profiling = True
-        session.run(*args, **kwargs)
-        steps = [
-            {"step": s.index, "label": s.label, "kernel": s.kernel, "ns": s.nanoseconds}
-            for s in session.step_times()
-        ]
+        from cli.profile import profile as measure_steps
+
+        profiled = measure_steps(session, lambda: session.run(*args, **kwargs), iters, symbols)
     return {
         "plan": str(folder),
         "model": plan.model,
@@ -172,7 +169,7 @@ def execute(
         "peak_memory": peak_memory(),
         "arena_bytes": facts["arena_bytes"],
         "fallback_steps": facts["fallback_steps"],
-        "steps": steps,
+        **profiled,
         "outputs": outputs,
     }
 
@@ -197,24 +194,15 @@ def print_run(
         names = ", ".join(result["made_up"])
         click.echo(f"made up       {names} (give values with --input {HELP.split(',')[0]})")
     if result["steps"]:
-        print_steps(result["steps"])
+        from cli.profile import print_profile
+
+        print_profile(result)
     for item in comparisons:
         verdict = "ok" if item.ok else "DIFFERS"
         click.echo(
             f"expected      {item.name}: {verdict}, max abs {item.max_abs:.3g}, "
             f"max rel {item.max_rel:.3g} (rtol {item.rtol:g}, atol {item.atol:g})"
         )
-
-
-def print_steps(steps: list[dict[str, Any]]) -> None:
-    """The steps that take longest, and their share of the run."""
-    total = sum(step["ns"] for step in steps) or 1
-    slowest = sorted(steps, key=lambda step: -step["ns"])[:20]
-    rows = [
-        [s["step"], duration(s["ns"] * 1e-9), f"{100 * s['ns'] / total:.1f}%", s["label"]]
-        for s in slowest
-    ]
-    print_table(["step", "time", "share", "computes"], rows, "rrrl")
 
 
 def _output_name(plan: Plan, index: int) -> str:

@@ -33,7 +33,7 @@ FUNCTIONS = {
 }  # fmt: skip
 _TOKEN = re.compile(
     r"(?:gc::|std::)?([A-Za-z_]\w*)(?:<[^<>()]*>)?\("  # a call
-    r"|\d[\w.]*(?:[eE][+-]?\d+)?\w*"  # a number: its sign is no operation
+    r"|\d(?:[\w.]|(?<=[eEpP])[+-])*"  # a number: its sign is no operation
     r"|&&|\|\||[<>=!]=|[-+*/%<>?]"
 )
 

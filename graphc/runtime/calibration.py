@@ -84,8 +84,10 @@ class Peaks(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def gflops(self, kind: str, threads: int) -> float:
-        """Peak of "fp32", "bf16" or "int8" arithmetic in GFLOP/s. Where the CPU has no instruction
-        for a format, that of fp32: such kernels widen."""
+        """Peak of "fp32", "fp64", "bf16" or "int8" arithmetic in GFLOP/s. Where the CPU has no
+        instruction for a format, that of fp32: such kernels widen. fp64 goes half as fast."""
+        if kind == "fp64":
+            return self.gflops("fp32", threads) / 2
         one = float(getattr(self.one, kind)) or self.one.fp32
         most = float(getattr(self.all, kind)) or self.all.fp32
         return min(threads * one, max(most, one))

@@ -116,14 +116,12 @@ class Runner:
         """Wall time per Step of as many runs as take `least` seconds."""
         runs, begin = 0, time.perf_counter()
         while not runs or time.perf_counter() - begin < least:
-            self.native.run(self.frame, 0, self.steps)
+            self.native.run(ctypes.addressof(self.frame), 0, self.steps)
             runs += 1
         return 1e9 * (time.perf_counter() - begin) / (runs * self.steps)
 
 
-def compare(
-    runners: dict[str, Runner], rounds: int, least: float = 0.0
-) -> dict[str, list[float]]:
+def compare(runners: dict[str, Runner], rounds: int, least: float = 0.0) -> dict[str, list[float]]:
     """Nanoseconds per Step, interleaved; each learns first."""
     for runner in runners.values():
         for _ in range(5):

@@ -983,7 +983,7 @@ for threads in (1, 2):
     for n in (100, 400, 100, 400):  # a changed length, too
         native.symbols[0] = n
         hook.counter_start()
-        native.run(execution._frame, 0, 2)
+        native.run(execution._frame_address, 0, 2)
         count = hook.counter_stop()
         assert count == 0, (threads, n, count)
 """

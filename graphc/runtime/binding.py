@@ -97,10 +97,24 @@ class Binder:
                 break
             self._places.append(self._by_name[name])
         self._leaves = len(plan.inputs)
+        # the usual call: every argument is a tensor, all given by position or all by name
+        leaves = [tree.content for tree in self._trees if tree.kind == "leaf"]
+        plain = len(leaves) == len(self._trees) == self._leaves
+        order = [leaves[place] for place in self._places] if plain else []
+        self._in_order = plain and order == list(range(self._leaves))
+        named = {leaves[i]: name for name, i in self._by_name.items()} if plain else {}
+        self._names = [named[i] for i in sorted(named)]  # of all leaves, or not used
         self.signature = "(" + ", ".join(self._labels) + ")"
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The value of every input leaf. Raises InputRejectedError naming the argument."""
+        if self._in_order and not kwargs and len(args) == self._leaves:
+            return args
+        if not args and len(kwargs) == self._leaves == len(self._names):
+            try:
+                return [kwargs[name] for name in self._names]
+            except KeyError:
+                pass  # the general way says what is wrong
         values = [_MISSING] * len(self._trees)
         if len(args) > len(self._places):
             raise InputRejectedError(

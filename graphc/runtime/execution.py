@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import ctypes
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,15 @@ from graphc.errors import InputRejectedError, InternalError
 from graphc.plan import Plan, Program
 from graphc.runtime.binding import scalar
 from graphc.runtime.choice import Assignment, Chooser, guard_failed
-from graphc.runtime.native import UNBOUND, Frame, Library, NativeProgram, thread_pool
+from graphc.runtime.native import UNBOUND, Frame, Library, NativeProgram, now, thread_pool
 from graphc.runtime.pool import MappedFile, Region, aligned_empty, round_up
 from graphc.runtime.states import States
 from graphc.runtime.tensors import Bound, as_numpy, new_tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from graphc.runtime.trace import Trace
 
 Shape = tuple[int, ...]
 
@@ -83,6 +85,7 @@ class Execution:
         self.plan = plan
         self.threads = threads
         self.profiling = False
+        self.trace: Trace | None = None
         self.fallback_calls = 0
         self.last = -1  # the last program run
         self.arena = Region(max((p.arena_bytes for p in plan.programs), default=0))
@@ -102,32 +105,41 @@ class Execution:
             states=states.table.buffer_info()[0],
             arena=self.arena.address,
         )
+        self._frame_address = ctypes.addressof(self._frame)
+        self._positions = range(len(self._outputs))
 
     def run(self, choice: Assignment, bound: list[Bound], as_torch: bool) -> list[Any]:
         """Runs the chosen program; gives the value of every result leaf."""
         native, frame, schedule = choice.native, self._frame, self.schedule(choice.program)
-        if choice.symbols:
-            native.symbols[:] = choice.symbols
-        self._reserve_scratch(choice.scratch)
-        frame.pool = thread_pool(self._library, self.threads)
+        if native.assigned is not choice:
+            if choice.symbols:
+                native.symbols[:] = choice.symbols
+            self._reserve_scratch(native.evaluate())
+            native.assigned = choice
+        if self.threads > 1:
+            frame.pool = thread_pool(self._library, self.threads)
         frame.symbols = native.symbols_address
         frame.externals = schedule.table.buffer_info()[0]
         frame.times = schedule.times.ctypes.data if self.profiling else None
+        frame.trace = self.trace.begin(choice.program, native) if self.trace else None
         for i, b in enumerate(bound):
             self._inputs[i] = b.address
-        for i in range(len(self._outputs)):
+        for i in self._positions:
             self._outputs[i] = 0
         for i in schedule.loose:
             schedule.table[i] = 0
         self.last = choice.program
-        native.evaluate()
         run = _Run(choice, schedule, as_torch, choice.outputs, [None] * len(self.plan.outputs), {})
         self._allocate(run)
-        for first, what in schedule.parts:
-            if isinstance(what, int):
-                native.run(frame, first, what)
-            else:
-                self._fallback(run, first, what)
+        try:
+            for first, what in schedule.parts:
+                if isinstance(what, int):
+                    native.run(self._frame_address, first, what)
+                else:
+                    self._fallback(run, first, what)
+        finally:
+            if self.trace:
+                self.trace.end()
         return self._results(run, bound)
 
     def _fallback(self, run: _Run, index: int, step: Any) -> None:
@@ -135,10 +147,13 @@ class Execution:
         for buffer in [b for b in run.owned if schedule.last.get(b, index) < index]:
             del run.owned[buffer]
             schedule.table[buffer] = 0
-        begin = time.perf_counter_ns()
+        begin = now()
         results = step.call(self._addresses(native, schedule))
+        end = now()
         if self.profiling:
-            schedule.times[index] += time.perf_counter_ns() - begin
+            schedule.times[index] += end - begin
+        if self.trace:
+            self.trace.record(index, begin, end)
         self.fallback_calls += 1
         for buffer, tensor in results.items():
             run.owned[buffer] = tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,11 @@ _ERRORS = {
 }
 _pointer = ctypes.c_void_p
 _i64 = ctypes.c_int64
+
+
+def now() -> int:
+    """Nanoseconds of the clock that executor.cpp uses."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 class Frame(ctypes.Structure):
@@ -66,7 +72,7 @@ class Library:
                 ("gc_program_evaluate", _i64, [_pointer, _pointer]),
                 ("gc_program_values", _pointer, [_pointer]),
                 ("gc_program_defined", _pointer, [_pointer]),
-                ("gc_program_run", _i64, [_pointer, ctypes.POINTER(Frame), _i64, _i64]),
+                ("gc_program_run", _i64, [_pointer, _pointer, _i64, _i64]),
             ):
                 function = getattr(self._library, name)
                 function.restype = result
@@ -233,6 +239,7 @@ class NativeProgram:
                 f"the step table of phase {program.phase!r}, bucket "
                 f"{program.bucket!r} is inconsistent"
             )
+        self.assigned: object = None  # the Assignment that `values` belong to, if any
         self.symbols: NDArray[np.int64] = np.full(max(len(plan.symbols), 1), UNBOUND, np.int64)
         self.symbols_address = int(self.symbols.ctypes.data)
         n = len(program.expressions)
@@ -246,6 +253,7 @@ class NativeProgram:
 
     def evaluate(self) -> int:
         """Evaluates the expressions under `symbols`; gives the scratch bytes per thread."""
+        self.assigned = None
         return int(self.library.program_evaluate(self.handle, self.symbols_address))
 
     def value(self, expression: int) -> int:
@@ -275,9 +283,9 @@ class NativeProgram:
         values = self.values
         return tuple(int(values[e]) for e in expressions)
 
-    def run(self, frame: Frame, first: int, last: int) -> None:
-        """Runs the native steps in [first, last)."""
-        code = self.library.program_run(self.handle, ctypes.byref(frame), first, last)
+    def run(self, frame: int, first: int, last: int) -> None:
+        """Runs the native steps in [first, last); `frame` is the address of a Frame."""
+        code = self.library.program_run(self.handle, frame, first, last)
         if code:
             kernel = self.program.steps[code >> 3].kernel
             name = kernel.label or kernel.symbol if kernel else "?"

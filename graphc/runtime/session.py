@@ -6,9 +6,11 @@ result = session.run(tokens, mask=mask)
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,8 @@ from graphc.runtime.tensors import Bound, Input
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from graphc.runtime.trace import Trace
 
 _CHOICES = 256  # remembered shape assignments
 
@@ -140,7 +144,8 @@ class Session:
             self.stats.runs += 1
             self.stats.fallback_calls = self._execution.fallback_calls
             for b in bound:
-                self.stats.copied_inputs += b.used is not b.given
+                if b.used is not b.given:
+                    self.stats.copied_inputs += 1
             if self._first_seconds is None:
                 self._first_seconds = time.perf_counter() - self._begin
             return build_results(self._results, values)
@@ -208,6 +213,29 @@ class Session:
                 label, kernel = step.fallback.label or step.fallback.target, step.fallback.target
             rows.append(StepTime(i, label, kernel, int(times[i])))
         return rows
+
+    @contextlib.contextmanager
+    def trace(self, path: Path | str | None = None) -> Iterator[Trace]:
+        """Records the runs of a `with` block per Step, chunk and thread; writes them to `path` (if
+        given) as a JSON file that Perfetto and chrome://tracing open. See graphc.runtime.trace.
+
+        with session.trace("trace.json"):
+            session.run(x)
+        """
+        from graphc.runtime.trace import Trace
+
+        trace = Trace(self.plan, self.folder, self.threads)
+        with self._lock:
+            if self._execution.trace is not None:
+                raise UsageError("this Session is being traced already")
+            self._execution.trace = trace
+        try:
+            yield trace
+        finally:
+            with self._lock:
+                self._execution.trace = None
+            if path is not None:
+                trace.write(path)
 
     def describe(self) -> dict[str, Any]:
         """Facts for reports: the last bucket, times in seconds, memory in bytes, counts."""

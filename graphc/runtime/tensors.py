@@ -15,7 +15,7 @@ import numpy as np
 
 from graphc.errors import InputRejectedError, UnsupportedError
 from graphc.plan import Tensor
-from graphc.runtime.pool import Region
+from graphc.runtime.pool import Region, address_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,6 +43,7 @@ ITEMSIZE = {
 #: dtypes that numpy only has through the package ml_dtypes
 EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
+_VIEWS = {name: np.dtype(f"uint{8 * ITEMSIZE[name]}") for name in EXTENDED}
 _numpy_dtypes: dict[str, np.dtype[Any]] = {
     name: np.dtype(name) for name in ITEMSIZE if name not in EXTENDED
 }
@@ -85,6 +86,7 @@ class Input:
         self.rank = len(tensor.shape)
         self.mutated = mutated
         self._numpy = None if tensor.dtype in EXTENDED else np.dtype(tensor.dtype)
+        self._view = _VIEWS.get(tensor.dtype)
 
     def expected(self) -> str:
         return f"{self.dtype}[{', '.join(self.text)}]"
@@ -114,12 +116,14 @@ class Input:
             and value.size
             and value.flags.carray  # contiguous, aligned and writeable: the usual case
         ):
-            address = value.__array_interface__["data"][0]
-            return Bound(value.shape, address, value, value, False)
+            # dtypes of ml_dtypes have no buffer interface
+            memory = value if self._view is None else value.view(self._view)
+            return Bound(value.shape, address_of(memory), value, value, False)
         if dtype is not self._numpy and dtype != self._numpy:
             if self._numpy is not None or dtype.name != self.dtype:
                 order = "" if dtype.isnative else " in foreign byte order"
                 raise self.reject(f"{dtype.name}{order}{list(value.shape)}")
+            self._numpy = dtype  # the one of ml_dtypes, which is never imported for this
         if value.ndim != self.rank:
             raise self.reject(f"rank {value.ndim}, shape {list(value.shape)}")
         if isinstance(value, np.ma.MaskedArray):
@@ -136,7 +140,7 @@ class Input:
     def _bind_torch(self, torch: Any, value: Any) -> Bound:
         if value.dtype is not getattr(torch, self.dtype):
             raise self.reject(f"{str(value.dtype)[6:]}{list(value.shape)}")
-        if value.layout is not torch.strided or value.device.type != "cpu":
+        if value.layout is not torch.strided or not value.is_cpu:
             raise self.reject(
                 f"a {value.layout} tensor on {value.device}", "pass a dense tensor in CPU memory"
             )
@@ -174,18 +178,19 @@ def new_tensor(dtype: str, shape: Sequence[int], as_torch: bool) -> tuple[Any, i
     """A fresh row-major tensor for the caller, uninitialised, and its address."""
     if as_torch:
         torch: Any = importlib.import_module("torch")
-        tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         return tensor, tensor.data_ptr() or _nothing.address
     element = numpy_dtype(dtype)
     nbytes = math.prod(shape) * element.itemsize
     if nbytes < 1024:
-        array: NDArray[Any] = np.empty(shape, element)
-        return array, array.__array_interface__["data"][0] if nbytes else _nothing.address
+        array: NDArray[Any] = np.empty(shape, _VIEWS.get(dtype, element))
+        address = address_of(array) if nbytes else _nothing.address
+        return (array.view(element) if dtype in _VIEWS else array), address
     # numpy aligns to 16 bytes: a 64-byte vector would straddle cache lines everywhere
     raw = np.empty(nbytes + 64, np.uint8)
-    base: int = raw.__array_interface__["data"][0]
+    base = address_of(raw)
     start = -base % 64
-    return np.ndarray(shape, element, raw.data, start), base + start
+    return np.ndarray(shape, element, raw, start), base + start
 
 
 def as_numpy(tensor: Any, dtype: str) -> NDArray[Any]:

@@ -42,8 +42,8 @@ check: lint ## lint, pyright, then all tests with warnings as errors
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest
 
-bench: venv ## time the built-in model against eager torch and ONNX Runtime
-	$(GRAPHC) bench demo --vs eager,ort
+bench: venv ## time the dense workloads against every peer (takes hours; ROWS=regex for some)
+	$(PY) benchmarks/dense.py --threads 1,2 --cold --json bench.json --rows "$(ROWS)"
 
 conformance: venv ## run the suites in SUITES=folder, print one table and one JSON
 	@test -n "$(SUITES)" || { echo "usage: make conformance SUITES=folder" >&2; exit 2; }

@@ -6,7 +6,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 _LOADED = time.monotonic()
@@ -28,24 +28,34 @@ def since_process_start() -> float:
 
 def peak_memory() -> int:
     """The most bytes of memory this process ever had resident."""
+    try:
+        # what getrusage says includes the memory of the parent from before exec
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    except (OSError, StopIteration, ValueError):
+        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def interleaved(
-    calls: Mapping[str, Callable[[], object]], rounds: int, warmup: int
-) -> dict[str, list[float]]:
-    """Seconds of each call, one of each per round, in turn: a busy moment hits all alike."""
-    for _ in range(warmup):
-        for call in calls.values():
-            call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return times
+def cpu_seconds() -> float:
+    """CPU seconds of this process, all its threads, and of its finished children."""
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    others = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return mine.ru_utime + mine.ru_stime + others.ru_utime + others.ru_stime
+
+
+def timed(call: Callable[[], object], count: int) -> tuple[list[float], list[float]]:
+    """Wall seconds, and CPU seconds of all threads of this process, of `count` calls."""
+    wall: list[float] = []
+    cpu: list[float] = []
+    for _ in range(count):
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        call()
+        end_cpu, end = time.process_time(), time.perf_counter()
+        wall.append(end - begin)
+        cpu.append(end_cpu - begin_cpu)
+    return wall, cpu
 
 
 def median(times: list[float]) -> float:

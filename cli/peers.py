@@ -1,134 +1,346 @@
-"""What `graphc bench` compares with: eager torch, torch.compile, ONNX Runtime."""
+"""What `graphc bench` compares with: eager torch, torch.compile, AOTInductor, ONNX Runtime and
+OpenVINO, each as it is best driven on a CPU. Everything here runs in a worker process of its own
+(cli.worker), so nothing is shared between two peers, thread pools least of all.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import logging
+import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cli.options import BuildOptions
-from graphc.errors import GraphcError
+from cli.jobs import Array, Job, Unavailable, flat, load_inputs, mapped, single, tensor
 
 Call = Callable[[], object]
 
 
-class Unavailable(Exception):
-    """This peer can't run here, and why."""
-
-
-def _tensors(value: Any) -> Any:
-    """numpy arrays in a tree of arguments as torch tensors."""
+def _module(job: Job, dtype: str | None) -> Any:
     import torch
 
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind == "V":  # ml_dtypes: by way of float32, which holds each value exactly
-            return torch.from_numpy(value.astype(np.float32)).to(getattr(torch, value.dtype.name))
-        return torch.from_numpy(value)
-    if isinstance(value, dict):
-        return {key: _tensors(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_tensors(item) for item in value)
-    return value
+    torch.set_num_threads(job.threads)
+    module, _, function = job.loader.partition(":")
+    loaded = getattr(importlib.import_module(module), function)(job.model, dtype)
+    return loaded.eval().requires_grad_(False)
 
 
-def _module(model: str, build: BuildOptions, threads: int) -> Any:
-    """The model as an eager torch module."""
-    import torch
+def _first_line(name: str, error: BaseException) -> Unavailable:
+    lines = str(error).strip().splitlines()
+    return Unavailable(
+        f"{name}: {type(error).__name__}: {lines[0][:200] if lines else ''}",
+        lasting=not isinstance(error, ImportError | OSError | MemoryError),
+    )
 
+
+def _needs(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            extra = "peers" if package == "openvino" else "bench"
+            raise Unavailable(f"{package} is not installed (the extra `{extra}` has it)")
+
+
+# ------------------------------------------------------------------------------ graphc itself
+
+
+def _graphc(job: Job) -> Call:
+    from graphc.runtime import session as runtime
+
+    session = runtime.load(Path(job.folder) / "plan", threads=job.threads)
+    inputs = load_inputs(job)
+    return lambda: session.run(*inputs.args, **inputs.kwargs)
+
+
+def _build_graphc(job: Job) -> None:
     from graphc import api
 
-    torch.set_num_threads(threads)
-    try:
-        return api.reference(model, dtype=build.dtype)
-    except GraphcError as error:
-        raise Unavailable(error.what) from None
+    plan = Path(job.folder) / "plan"
+    if job.onnx:
+        inputs = load_inputs(job)
+        arrays: list[Array] = []
+        mapped((inputs.args, inputs.kwargs), arrays.append)
+        types = [
+            f"{name}={array.dtype.name}[{','.join(map(str, array.shape))}]"
+            for name, array in zip(inputs.names, arrays, strict=True)
+        ]
+        api.build(job.onnx, plan, inputs=types)
+        return
+    module = _module(job, job.dtype)
+    inputs = load_inputs(job)
+    args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+    # what loading the module took is no peer's build either
+    clock = _Clock(job)
+    api.build_module(module, args, kwargs, output=plan)
+    clock.stop()
 
 
-def eager(model: str, build: BuildOptions, args: Any, kwargs: Any, threads: int) -> Call:
-    """The model in plain torch."""
+# ------------------------------------------------------------------------------ torch
+
+
+class _Clock:
+    """Notes the CPU seconds, children included, of the part of a build that counts."""
+
+    def __init__(self, job: Job) -> None:
+        from cli.measure import cpu_seconds
+
+        self.folder, self.now = Path(job.folder), cpu_seconds
+        self.start = cpu_seconds()
+
+    def stop(self) -> None:
+        (self.folder / "build-cpu").write_text(repr(self.now() - self.start))
+
+
+def _eager(job: Job) -> Call:
     import torch
 
-    module = _module(model, build, threads)
-    tensors, named = _tensors(args), _tensors(kwargs)
-
-    def call() -> object:
-        with torch.inference_mode():
-            return module(*tensors, **named)
-
-    return call
+    module, inputs = _module(job, job.dtype), load_inputs(job)
+    args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+    torch.inference_mode().__enter__()  # until the process ends
+    return lambda: module(*args, **kwargs)
 
 
-def compiled(model: str, build: BuildOptions, args: Any, kwargs: Any, threads: int) -> Call:
-    """The model through torch.compile, compiled for these very shapes."""
+def _compile(freezing: bool) -> Callable[[Job], Call]:
+    def load(job: Job) -> Call:
+        import torch
+        import torch._inductor.config as config
+
+        config.freezing = freezing
+        module, inputs = _module(job, job.dtype), load_inputs(job)
+        args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+        torch.inference_mode().__enter__()
+        compiler: Any = torch.compile  # untyped
+        compiled = compiler(module, dynamic=False)
+        clock = _Clock(job) if not (Path(job.folder) / "build-cpu").exists() else None
+        try:
+            compiled(*args, **kwargs)
+        except Exception as error:
+            raise _first_line("torch.compile", error) from None
+        if clock is not None:
+            clock.stop()
+        return lambda: compiled(*args, **kwargs)
+
+    return load
+
+
+def _build_aoti(freezing: bool) -> Callable[[Job], None]:
+    def build(job: Job) -> None:
+        import torch
+        import torch._inductor
+
+        module, inputs = _module(job, job.dtype), load_inputs(job)
+        args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+        clock = _Clock(job)
+        try:
+            with torch.no_grad():
+                program = torch.export.export(module, args, kwargs, strict=False)
+                torch._inductor.aoti_compile_and_package(
+                    program,
+                    package_path=str(Path(job.folder) / "model.pt2"),
+                    inductor_configs={"freezing": freezing},
+                )
+        except Exception as error:
+            raise _first_line("AOTInductor", error) from None
+        clock.stop()
+
+    return build
+
+
+def _aoti(job: Job) -> Call:
     import torch
+    import torch._inductor
 
-    compiler: Any = torch.compile  # untyped
-    module = compiler(_module(model, build, threads), dynamic=False)
-    tensors, named = _tensors(args), _tensors(kwargs)
-
-    def call() -> object:
-        with torch.inference_mode():
-            return module(*tensors, **named)
-
+    torch.set_num_threads(job.threads)
+    inputs = load_inputs(job)
+    args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
     try:
-        call()
+        package = torch._inductor.aoti_load_package(str(Path(job.folder) / "model.pt2"))
     except Exception as error:
-        raise Unavailable(f"torch.compile: {str(error).splitlines()[0]}") from None
-    return call
+        raise _first_line("AOTInductor", error) from None
+    torch.inference_mode().__enter__()
+    return lambda: package(*args, **kwargs)
 
 
-def onnxruntime(model: str, build: BuildOptions, args: Any, kwargs: Any, threads: int) -> Call:
-    """An .onnx file as it is; another model as torch.onnx exports it."""
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise Unavailable("onnxruntime is not installed (the extra `bench` has it)")
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    source = model if Path(model).suffix == ".onnx" else _exported(model, build, args, kwargs)
-    try:
-        session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise Unavailable(f"onnxruntime: {str(error).splitlines()[0]}") from None
-    names = [item.name for item in session.get_inputs()]
-    values = [value for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray)]
-    if len(names) != len(values):
-        raise Unavailable(f"its graph has {len(names)} inputs, the plan {len(values)}")
-    feeds = dict(zip(names, values, strict=True))
-    return lambda: session.run(None, feeds)
+# ------------------------------------------------------------------------------ ONNX
 
 
-def _exported(model: str, build: BuildOptions, args: Any, kwargs: Any) -> bytes:
-    if importlib.util.find_spec("onnxscript") is None:
-        raise Unavailable("onnxscript is not installed (the extra `bench` has it)")
+def _onnx_file(job: Job) -> str:
+    """The model as an ONNX file with float32 weights; exported once for all peers and dtypes."""
+    if job.onnx:
+        return job.onnx
+    path = Path(job.shared) / "onnx" / "model.onnx"
+    record = path.with_suffix(".json")
+    if record.exists():
+        return str(path)
+    _needs("onnxscript")
     import torch
 
-    module = _module(model, build, torch.get_num_threads())
-    # what the exporter has to say is about itself (torchvision is missing, a deprecation), and
-    # what fails is said below
+    module, inputs = _module(job, None).float(), load_inputs(job)
+    arrays: list[Array] = []
+    kwargs = mapped(inputs.kwargs, lambda a: tensor(single(a)))
+    args = mapped(inputs.args, lambda a: tensor(single(a)))
+    mapped((inputs.args, inputs.kwargs), arrays.append)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    kept = [arg.clone() for arg in args if isinstance(arg, torch.Tensor)]
+    with torch.no_grad():
+        module(*args, **kwargs)
+    written = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if any(not torch.equal(a, b) for a, b in zip(kept, written, strict=True)):
+        raise Unavailable(
+            "the model writes into its inputs, which an ONNX file cannot say", lasting=True
+        )
+    start = time.process_time()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                module, _tensors(args), kwargs=_tensors(kwargs), dynamo=True, verbose=False
+                module, args, kwargs=kwargs, dynamo=True, verbose=False, input_names=inputs.names
             )
     except Exception as error:
-        raise Unavailable(f"torch.onnx: {str(error).splitlines()[0]}") from None
+        raise _first_line("torch.onnx", error) from None
     if program is None:
         raise Unavailable("torch.onnx gave no program")
-    return bytes(program.model_proto.SerializeToString())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    program.save(str(path), external_data=True)
+    record.write_text(json.dumps({"export_cpu_s": time.process_time() - start}))
+    return str(path)
 
 
-PEERS: dict[str, Callable[[str, BuildOptions, Any, Any, int], Call]] = {
-    "eager": eager,
-    "compile": compiled,
-    "ort": onnxruntime,
+def _build_onnx(*packages: str) -> Callable[[Job], None]:
+    def build(job: Job) -> None:
+        _needs(*packages)
+        if job.dtype == "bfloat16" and "onnxruntime" in packages:
+            raise Unavailable("onnxruntime has no bfloat16 kernels for CPUs", lasting=True)
+        _onnx_file(job)
+        record = Path(job.shared) / "onnx" / "model.json"
+        if record.exists():
+            cost = json.loads(record.read_text())["export_cpu_s"]
+            (Path(job.folder) / "build-cpu").write_text(repr(cost))
+
+    return build
+
+
+def _feeds(job: Job) -> dict[str, Array]:
+    inputs = load_inputs(job)
+    arrays: list[Array] = []
+    mapped((inputs.args, inputs.kwargs), arrays.append)
+    pairs = zip(inputs.names, arrays, strict=True)
+    return {name: np.ascontiguousarray(single(array)) for name, array in pairs}
+
+
+def _onnxruntime(job: Job) -> Call:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = job.threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        session = ort.InferenceSession(_onnx_file(job), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise _first_line("onnxruntime", error) from None
+    taken = {item.name for item in session.get_inputs()}
+    feeds = {name: array for name, array in _feeds(job).items() if name in taken}
+    if len(feeds) != len(taken):
+        raise Unavailable(f"its graph has other inputs: {', '.join(sorted(taken - set(feeds)))}")
+    return lambda: session.run(None, feeds)
+
+
+def _openvino(job: Job) -> Call:
+    import openvino as ov
+
+    feeds = _feeds(job)
+    core = ov.Core()
+    try:
+        model = core.read_model(_onnx_file(job))
+        names = [next((n for n in port.get_names() if n in feeds), "") for port in model.inputs]
+        if "" in names:
+            raise Unavailable("its graph has other inputs")
+        # fixed shapes are what it is fastest with
+        model.reshape(
+            {port: list(feeds[name].shape) for port, name in zip(model.inputs, names, strict=True)}
+        )
+        compiled = core.compile_model(
+            model,
+            "CPU",
+            {
+                "INFERENCE_PRECISION_HINT": "bf16" if job.dtype == "bfloat16" else "f32",
+                "INFERENCE_NUM_THREADS": job.threads,
+                "NUM_STREAMS": 1,
+                "PERFORMANCE_HINT": "LATENCY",
+            },
+        )
+    except Unavailable:
+        raise
+    except Exception as error:
+        raise _first_line("openvino", error) from None
+    request = compiled.create_infer_request()
+    for port, name in zip(compiled.inputs, names, strict=True):
+        request.set_tensor(port, ov.Tensor(feeds[name], shared_memory=True))
+    count = len(compiled.outputs)
+
+    def call() -> object:
+        request.infer()
+        return [request.get_output_tensor(i).data for i in range(count)]
+
+    return call
+
+
+# ------------------------------------------------------------------------------ float64
+
+
+def _build_reference(job: Job) -> None:
+    """The results in float64 of the module as it is at the job's dtype: weights and inputs are
+    rounded first, so what is measured is the error of the computation."""
+    import torch
+
+    module, inputs = _module(job, job.dtype).double(), load_inputs(job)
+    if job.onnx:  # reads its types off the file
+        module.input_specs = [
+            replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point else spec
+            for spec in module.input_specs
+        ]
+
+    def double(array: Array) -> Any:
+        made = tensor(array)
+        return made.double() if made.is_floating_point() else made
+
+    try:
+        with torch.inference_mode():
+            result = module(*mapped(inputs.args, double), **mapped(inputs.kwargs, double))
+    except Exception as error:
+        raise _first_line("float64", error) from None
+    with Path(job.reference).open("wb") as file:
+        np.savez(file, *flat(result))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a peer is prepared (once; what it leaves in the job's folder is kept) and loaded."""
+
+    load: Callable[[Job], Call]
+    build: Callable[[Job], object] | None = None
+    packages: tuple[str, ...] = ()  # whose versions an artefact depends on
+
+
+GRAPHC = "graphc"
+REFERENCE = "float64"
+OURS = {
+    GRAPHC: Peer(_graphc, _build_graphc),
+    REFERENCE: Peer(_eager, _build_reference, ("torch",)),
+}
+PEERS = {
+    "eager": Peer(_eager, None, ("torch",)),
+    "compile": Peer(_compile(False), _compile(False), ("torch",)),
+    "compile_freeze": Peer(_compile(True), _compile(True), ("torch",)),
+    "aoti": Peer(_aoti, _build_aoti(False), ("torch",)),
+    "aoti_freeze": Peer(_aoti, _build_aoti(True), ("torch",)),
+    "ort": Peer(_onnxruntime, _build_onnx("onnxruntime"), ("torch", "onnxruntime")),
+    "openvino": Peer(_openvino, _build_onnx("openvino"), ("torch", "openvino")),
 }

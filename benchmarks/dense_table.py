@@ -1,0 +1,180 @@
+"""The table of benchmarks/dense.py: ratios to the best peer, judged by the marks of the project.
+
+Marks: every row at least as fast as the best peer of the same precision, at one thread by CPU time
+and at more by wall time; the geometric mean at least 1.35 x; some rows more (`mark`). Peers of a
+decode step are judged by their best formulation: what a careful user would write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+OURS = "graphc"
+GEOMETRIC_MEAN = 1.35
+#: of a decode step in bf16: over the careful formulations, over attention as people write it
+CAREFUL, AS_WRITTEN = 2.4, 6.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row: milliseconds by runtime, the peer to beat, how many times faster graphc is, the mark
+    to reach, error of graphc over that of eager torch, CPU seconds of builds, and what else is
+    short."""
+
+    workload: str
+    dtype: str
+    threads: int
+    milliseconds: dict[str, float]
+    best: str
+    ratio: float | None
+    mark: float
+    error: float | None
+    build: dict[str, float]
+    short: list[str]
+
+
+def mark(workload: str, dtype: str) -> float:
+    """How many times faster than the best peer a row has to be."""
+    if workload == "lnres":
+        return 1.8
+    if workload == "prefill:8192" and dtype == "bf16":
+        return 1.6
+    if workload.startswith("step") and dtype == "bf16":
+        return CAREFUL
+    return 1.0
+
+
+def judge(results: dict[str, Any]) -> list[Judged]:
+    """Every row of the JSON of dense.py, in its order."""
+    rows = results["rows"]
+    return [_judge(key, rows) for key, row in rows.items() if row["runtimes"]]
+
+
+def _times(row: dict[str, Any], threads: int) -> dict[str, float]:
+    clock = "cpu_s" if threads == 1 else "wall_s"
+    return {name: 1e3 * item[clock] for name, item in row["runtimes"].items()}
+
+
+def _peers(key: str, rows: dict[str, Any], threads: int) -> dict[str, float]:
+    times = _times(rows[key], threads) if key in rows else {}
+    return {name: value for name, value in times.items() if name != OURS}
+
+
+def _judge(key: str, rows: dict[str, Any]) -> Judged:
+    workload, dtype, count = key.split()
+    threads = int(count)
+    runtimes = rows[key]["runtimes"]
+    times = _times(rows[key], threads)
+    own = _peers(key, rows, threads)
+    rivals = dict(own)
+    if workload.startswith("step"):
+        size = workload.partition(":")[2]
+        rivals = {}
+        for kind in ("step_cat", "step_split"):
+            for name, value in _peers(f"{kind}:{size} {dtype} {count}", rows, threads).items():
+                rivals[f"{name} ({kind.removeprefix('step_')})"] = value
+    best = min(rivals, key=lambda name: rivals[name], default="")
+    ours = times.get(OURS)
+    ratio = rivals[best] / ours if best and ours else None
+    errors = {name: item["error"] for name, item in runtimes.items() if "error" in item}
+    error = None
+    if OURS in errors and errors.get("eager"):
+        error = errors[OURS] / errors["eager"]
+    wanted = mark(workload, dtype)
+    short = []
+    if ratio is not None and ratio < wanted:
+        short.append(f"{ratio:.2f} < {wanted:g}")
+    if workload.startswith("step:") and dtype == "bf16" and own and ours:
+        written = min(own.values()) / ours
+        if written < AS_WRITTEN:
+            short.append(f"as written {written:.2f} < {AS_WRITTEN:g}")
+    if error is not None and error > 1.005:  # two results rounded alike differ by a hair
+        short.append(f"error {error:.2f} > 1")
+    if "mismatch" in runtimes.get(OURS, {}):
+        short.append(runtimes[OURS]["mismatch"])
+    build = {
+        name: item.get("cold_cpu_s", item["build_cpu_s"])
+        for name, item in runtimes.items()
+        if name != OURS or "cold_cpu_s" in item
+    }
+    if OURS in build and "compile" in build and build[OURS] > build["compile"] / 2:
+        short.append(f"build {build[OURS]:.1f} s > {build['compile'] / 2:.1f} s")
+    return Judged(workload, dtype, threads, times, best, ratio, wanted, error, build, short)
+
+
+def summaries(rows: list[Judged]) -> list[str]:
+    """Geometric mean and worst row by number of threads."""
+    import math
+
+    lines = []
+    for threads in sorted({row.threads for row in rows}):
+        done = [row for row in rows if row.threads == threads and row.ratio]
+        if not done:
+            continue
+        mean = math.exp(sum(math.log(row.ratio or 1.0) for row in done) / len(done))
+        worst = min(done, key=lambda row: (row.ratio or 0) / row.mark)
+        state = "ok" if mean >= GEOMETRIC_MEAN else f"short of {GEOMETRIC_MEAN}"
+        good = sum(not row.short for row in done)
+        lines.append(
+            f"{threads} thread(s), {len(done)} rows: geometric mean {mean:.2f} x ({state}), "
+            f"{good} ok, furthest from its mark: {worst.workload} {worst.dtype} "
+            f"at {worst.ratio:.2f} x of {worst.mark:g} x"
+        )
+    return lines
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.{digits}g}"
+
+
+def _cells(rows: list[Judged]) -> tuple[list[str], list[list[str]]]:
+    names = list(dict.fromkeys(name for row in rows for name in row.milliseconds))
+    peers = [name for name in names if name != OURS]
+    building = any(OURS in row.build for row in rows)
+    head = ["workload", "dtype", "threads", f"{OURS} ms", *peers, "best peer", "ratio", "error"]
+    head += ["build s", "compile's"] if building else []
+    lines = []
+    for row in rows:
+        line = [row.workload, row.dtype, str(row.threads)]
+        line += [_number(row.milliseconds.get(name)) for name in (OURS, *peers)]
+        line += [row.best, _number(row.ratio), _number(row.error, 2)]
+        if building:
+            line += [_number(row.build.get(name)) for name in (OURS, "compile")]
+        lines.append([*line, "; ".join(row.short) or "ok"])
+    return [*head, "mark"], lines
+
+
+def table(results: dict[str, Any]) -> str:
+    """For a terminal."""
+    rows = judge(results)
+    head, lines = _cells(rows)
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *lines)
+    ]
+    return "\n".join([*text, "", *summaries(rows)])
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """For docs/benchmarks.md."""
+    rows = judge(results)
+    head, lines = _cells(rows)
+    place, used = results.get("machine", {}), dict(results.get("versions", {}))
+    date = used.pop("date", "")
+    listed = ", ".join(f"{name} {version}" for name, version in used.items())
+    return "\n".join(
+        [
+            f"{date}, {place.get('cores')} cores of {place.get('processor')}; {listed}.",
+            "",
+            "| " + " | ".join(head) + " |",
+            "|" + "---|" * len(head),
+            *("| " + " | ".join(line) + " |" for line in lines),
+            "",
+            *(f"- {line}" for line in summaries(rows)),
+            "",
+        ]
+    )

@@ -1,0 +1,129 @@
+"""What a worker process is told to do, and the arguments and results it works on."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Unavailable(Exception):
+    """This peer can't run here, or can't take this model; says why. `lasting`: it can't as long as
+    the model and the peer's version are the same."""
+
+    def __init__(self, reason: str, *, lasting: bool = False) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer on one model, as a worker process is told.
+
+    folder: this peer's artefacts. shared: those of all peers and dtypes of the model. loader:
+    "package.module:function", which called with (model, dtype) gives the torch module. dtype: torch
+    name that floating-point weights and inputs are converted to, None to leave them as they are.
+    inputs: a file of `save_inputs`. reference: where the float64 results are. onnx: the model
+    itself, if it is an ONNX file. path: added to sys.path.
+    """
+
+    peer: str
+    folder: str
+    shared: str
+    loader: str
+    model: str
+    dtype: str | None
+    threads: int
+    cpus: list[int]
+    inputs: str
+    reference: str = ""
+    onnx: str = ""
+    path: list[str] = []
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call. `names` are those of the flat arrays, in order."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: list[str]
+
+
+def save_inputs(path: Path, inputs: Inputs) -> None:
+    """For workers of this machine only: a pickle."""
+    path.write_bytes(pickle.dumps((inputs.args, inputs.kwargs, inputs.names)))
+
+
+def load_inputs(job: Job) -> Inputs:
+    """Numpy arrays, converted to the job's dtype."""
+    args, kwargs, names = pickle.loads(Path(job.inputs).read_bytes())
+
+    def leaf(array: Array) -> Array:
+        if job.dtype is None or not floating(array):
+            return array
+        return array.astype(_numpy_dtype(job.dtype))
+
+    return Inputs(mapped(args, leaf), mapped(kwargs, leaf), names)
+
+
+def mapped(value: Any, leaf: Callable[[Array], Any]) -> Any:
+    """`leaf` of every numpy array in a tree of arguments."""
+    if isinstance(value, np.ndarray):
+        return leaf(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, leaf) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, leaf) for item in value)
+    return value
+
+
+def flat(value: Any) -> list[Array]:
+    """The tensors of a result in order, as numpy arrays; low precision as float32."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return []
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in flat(item)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in flat(item)]
+    if not isinstance(value, np.ndarray):
+        value = value.detach()
+        if str(value.dtype) in ("torch.bfloat16", "torch.float16"):
+            value = value.float()
+        return [value.numpy()]
+    return [value.astype(np.float32) if value.dtype.kind == "V" else value]
+
+
+def floating(array: Array) -> bool:
+    return array.dtype.kind == "f" or "float" in array.dtype.name
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name.startswith("bfloat"):
+        import ml_dtypes
+
+        made: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return made
+    return np.dtype(name)
+
+
+def single(array: Array) -> Array:
+    """float32 for floating-point arrays: what ONNX models take."""
+    return array.astype(np.float32) if floating(array) else array
+
+
+def tensor(array: Array) -> Any:
+    """The array as a torch tensor that owns its memory."""
+    import torch
+
+    array = np.ascontiguousarray(array)
+    if array.dtype.kind == "V":  # ml_dtypes: by way of float32, which holds each value exactly
+        return torch.from_numpy(array.astype(np.float32)).to(getattr(torch, array.dtype.name))
+    return torch.from_numpy(array).clone()

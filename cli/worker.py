@@ -1,0 +1,151 @@
+"""A process that serves one peer: `python -m cli.worker`, started by cli.race.
+
+It reads a Job, then requests, one JSON line each from stdin, and answers each with one JSON line:
+
+    {"op": "build"}              makes the artefacts               {"cpu_s", "wall_s"}
+    {"op": "load"}               loads and calls it twice          {"load_cpu_s", "call_s", ...}
+    {"op": "time", "calls": n}   n timed calls after a warm one    {"wall_s": [..], "cpu_s": [..]}
+
+or with {"unavailable": reason, "lasting": whether it will say so again}. It ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from cli.jobs import Array, Job
+    from cli.peers import Call
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    # what libraries print to stdout must not get between the answers
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(data: dict[str, Any]) -> None:
+        channel.write(msgspec.json.encode(data).decode() + "\n")
+        channel.flush()
+
+    raw = msgspec.json.decode(sys.stdin.readline())
+    if hasattr(os, "sched_setaffinity"):
+        # before numpy and torch are loaded: they size their pools by it
+        os.sched_setaffinity(0, raw["cpus"])
+    sys.path[1:1] = raw["path"]
+    from cli.jobs import Job, Unavailable
+
+    server = _Server(msgspec.convert(raw, Job))
+    for line in sys.stdin:
+        request = msgspec.json.decode(line)
+        try:
+            answer(getattr(server, request.pop("op"))(**request))
+        except Unavailable as error:
+            answer({"unavailable": str(error), "lasting": error.lasting})
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            first = (str(error).strip().splitlines() or [""])[0]
+            told = f"{type(error).__name__}: {first[:300]}"
+            answer({"unavailable": told, "lasting": False})
+    channel.flush()
+    os._exit(0)  # without the clean-up of whatever pools the peer has
+
+
+class _Server:
+    def __init__(self, job: Job) -> None:
+        from cli.peers import OURS, PEERS
+
+        self.job = job
+        self.peer = (PEERS | OURS)[job.peer]
+        self.call: Call | None = None
+
+    def build(self) -> dict[str, Any]:
+        """The artefacts of the peer, made now."""
+        from cli.measure import cpu_seconds
+
+        note = Path(self.job.folder) / "build-cpu"
+        note.unlink(missing_ok=True)
+        begin, begin_cpu = time.perf_counter(), cpu_seconds()
+        if self.peer.build is not None:
+            self.peer.build(self.job)
+        spent = cpu_seconds() - begin_cpu
+        # the note leaves out imports and the loading of the module, which all torch peers have
+        counted = float(note.read_text()) if note.exists() else spent
+        note.write_text(repr(counted))
+        return {"cpu_s": counted, "whole_cpu_s": spent, "wall_s": time.perf_counter() - begin}
+
+    def load(self) -> dict[str, Any]:
+        """Loads it; two calls, the first checked against the reference."""
+        from cli.jobs import flat
+        from cli.measure import cpu_seconds, peak_memory, timed
+
+        begin = cpu_seconds()
+        call = self.call = self.peer.load(self.job)
+        loaded = cpu_seconds()
+        before = _resident()
+        result = flat(call())
+        first = cpu_seconds()
+        wall, _ = timed(call, 1)
+        return {
+            "load_cpu_s": loaded - begin,
+            "first_cpu_s": first - loaded,
+            "call_s": wall[0],
+            "resident_bytes": before,
+            "peak_bytes": peak_memory(),
+            **self._compare(result),
+        }
+
+    def time(self, calls: int, warm: int) -> dict[str, Any]:
+        """Seconds of each of `calls` calls, after `warm` that bring its data into the caches."""
+        from cli.measure import timed
+
+        assert self.call is not None, "not loaded"
+        for _ in range(warm):
+            self.call()
+        wall, cpu = timed(self.call, calls)
+        return {"wall_s": wall, "cpu_s": cpu}
+
+    def _compare(self, result: list[Array]) -> dict[str, Any]:
+        """The largest relative error over the floating-point results, in the L2 norm."""
+        import numpy as np
+
+        path = Path(self.job.reference) if self.job.reference else None
+        if path is None or not path.exists():
+            return {}
+        with np.load(path) as file:
+            wanted = [file[f"arr_{i}"] for i in range(len(file.files))]
+        if [w.shape for w in wanted] != [r.shape for r in result]:
+            return {"mismatch": "its results have other shapes"}
+        worst = 0.0
+        for found, true in zip(result, wanted, strict=True):
+            if true.dtype.kind != "f":
+                if not np.array_equal(found, true):
+                    return {"mismatch": "integer results differ"}
+                continue
+            exact = true.astype(np.float64).ravel()
+            difference = float(np.linalg.norm(found.astype(np.float64).ravel() - exact))
+            scale = float(np.linalg.norm(exact))
+            if not np.isfinite(difference) and np.isfinite(scale):
+                return {"mismatch": "results that are not finite"}
+            worst = max(worst, difference / scale if scale else difference)
+        return {"error": worst}
+
+
+def _resident() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main()

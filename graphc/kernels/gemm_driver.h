@@ -5,7 +5,7 @@
 
 namespace gc {
 
-constexpr int64_t GEMM_KC = 192;  // partial sums of this length: as exact as MKL
+constexpr int64_t GEMM_KC = 192;  // partial sums of at most this length: as exact as MKL
 constexpr int64_t GEMM_TILE = GC_GEMM_ROWS * GC_NR;  // floats of the accumulator tile, in L1
 constexpr int64_t GEMM_MAX_GROUP = 8;
 
@@ -55,7 +55,7 @@ struct RowSplit {
 //   element           storage type of a
 //   packed            element of a packed row; packed_length(k) of them hold k values
 //   direct            a single row with unit stride serves as packed row
-//   chunk             steps of K between partial sums, even
+//   chunk             most steps of K between partial sums, even
 //   expand_bytes      scratch for panel()
 //   pack(src, row, step, mr, k, dst)           packs mr rows of a
 //   panel(g, offset, p, kc, kl, expand, &ldb)  rows kc..kc+kl of panel p of b
@@ -71,6 +71,8 @@ static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue
   char* const expand = (char*)(tile + GEMM_TILE);
   P* const rows = (P*)(expand + Format::expand_bytes);
   const int64_t row_length = Format::packed_length(k);
+  const int64_t chunks = (k + Format::chunk - 1) / Format::chunk;  // of equal length, made even
+  const int64_t chunk = chunks > 1 ? ((k + chunks - 1) / chunks + 1) / 2 * 2 : k;
   while (begin < end) {
     const int64_t block_index = begin / panels, z = block_index / split.blocks,
                   block = block_index % split.blocks;
@@ -97,7 +99,7 @@ static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue
       const int64_t count = min64(group, stop - panel), ld = count * GC_NR;
       for (int64_t p = 0; p < count; p++) {
         for (int64_t kc = 0;;) {
-          const int64_t kl = min64(Format::chunk, k - kc);
+          const int64_t kl = min64(chunk, k - kc);
           int64_t ldb;
           const void* b = Format::panel(g, b_offset, panel + p, kc, kl, expand, &ldb);
           for (int64_t t = t0; t < t1; t++) {

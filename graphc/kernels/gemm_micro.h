@@ -4,6 +4,12 @@
 
 namespace gc {
 
+// Steps that a tile of at least GEMM_AHEAD_ROWS rows looks ahead in b. Such a tile takes as long as
+// its lines take to come from memory, and sees too few of them at once to keep memory busy; a
+// smaller one is ahead of memory by itself, where asking for lines as well slows it down.
+constexpr int64_t GEMM_AHEAD = 64;
+constexpr int GEMM_AHEAD_ROWS = 6;
+
 // Sums K steps into MR x 32 columns of c. `a` holds MR values per step (step stride `lda`), `b` 32
 // values per step (step stride `ldb`). Accumulators stay in registers; a tile with few of them
 // unrolls K with separate sums to cover the latency of the multiply-add.
@@ -16,6 +22,11 @@ GC_INLINE void micro_columns(const float* a, int64_t lda, const float* b, int64_
 #pragma GCC unroll 16
     for (int u = 0; u < U; u++) {
       vf bv[NV];
+      if (MR >= GEMM_AHEAD_ROWS) {
+#pragma GCC unroll 4
+        for (int v = 0; v < NV * VL; v += 16)  // a line each, into the second level
+          __builtin_prefetch(b + (u + GEMM_AHEAD) * ldb + v, 0, 2);
+      }
 #pragma GCC unroll 8
       for (int v = 0; v < NV; v++) bv[v] = load<vf>(b + u * ldb + v * VL);
 #pragma GCC unroll 16
@@ -57,7 +68,7 @@ template <int MR>
 static void micro(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, float* c,
                   int64_t ldc, bool add) {
 #if GC_VBYTES == 64
-  constexpr int NV = 2, U = MR == 1 ? 8 : MR == 2 ? 4 : MR <= 4 ? 2 : 1;
+  constexpr int NV = 2, U = MR == 1 ? 8 : MR == 2 ? 4 : 1;
 #else
   constexpr int NV = MR == 1 ? (VL == 8 ? 4 : 8) : MR <= 3 ? 4 : 2, U = (MR == 1 && VL == 8) ? 2 : 1;
 #endif

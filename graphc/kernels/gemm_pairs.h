@@ -1,6 +1,6 @@
 // Micro-kernels over pairs of bf16 (vdpbf16ps), for CPUs that have them.
 #pragma once
-#include "isa.h"
+#include "gemm_micro.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -11,12 +11,16 @@ namespace gc {
 template <int MR>
 static void micro_pairs(const uint32_t* a, const uint32_t* b, int64_t k, float* c, int64_t ldc,
                         bool add) {
-  constexpr int U = MR == 1 ? 8 : MR == 2 ? 4 : MR == 3 ? 4 : MR <= 7 ? 2 : 1;
+  constexpr int U = MR == 1 ? 8 : MR == 2 ? 4 : MR <= 7 ? 2 : 1;
   __m512 acc[U][MR][2] = {};
   int64_t i = 0;
   for (; i + U <= k; i += U) {
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) {
+      if (MR >= GEMM_AHEAD_ROWS) {
+        __builtin_prefetch(b + (u + GEMM_AHEAD) * GC_NR, 0, 2);
+        __builtin_prefetch(b + (u + GEMM_AHEAD) * GC_NR + 16, 0, 2);
+      }
       const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b + u * GC_NR);
       const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + u * GC_NR + 16);
 #pragma GCC unroll 16

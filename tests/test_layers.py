@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache": GROUND | {"graphc.store"},
 }
 #: free to import everything: the module that looks up, the face of the package, the wiring
-FREE = {"graphc.api", "graphc", "graphc.__main__", "cli"}
+FREE = {"graphc.api", "graphc.compiled", "graphc.dynamo", "graphc", "graphc.__main__", "cli"}
 
 #: only the API looks up to these from the ground floor, and inside functions
 UPPER = ("passes", "cache", "cli")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import graphc.ops  # noqa: F401
 from graphc.lowering.context import Refuse
 from graphc.lowering.templates import attention  # noqa: F401
 from tests.kernel_harness import available_isas, lower, run_rule
@@ -96,6 +97,51 @@ def test_grouped_heads(isa: str) -> None:
         check(isa, q, k, v, enable_gqa=True, attn_mask=torch.randn(2, 1, 1, 90))
 
 
+WIDE = "graphc.attention.default"
+
+
+def check_wide(isa: str, q: Any, k: Any, v: Any, **options: Any) -> None:
+    """graphc.attention against its reference in float64."""
+    (got,) = run_rule(WIDE, [q, k, v], options, isa=isa, eager_layout=q.dtype == torch.float32)
+    exact = {
+        name: x.double() if isinstance(x, torch.Tensor) and x.dtype != torch.bool else x
+        for name, x in options.items()
+    }
+    reference = torch.ops.graphc.attention(q.double(), k.double(), v.double(), **exact)
+    scale = max(1.0, float(reference.abs().max()))
+    assert float((got.double() - reference).abs().max()) / scale < BOUND[q.dtype]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(BOUND))
+def test_windows_sinks_and_capped_scores(isa: str, dtype: torch.dtype) -> None:
+    for tq, tk, h, g in [(1, 90, 2, 1), (70, 70, 2, 2), (300, 300, 1, 3), (40, 333, 2, 4)]:
+        q = heads(2, tq, h * g, 32, dtype)
+        k, v = heads(2, tk, h, 32, dtype), heads(2, tk, h, 40, dtype)
+        sinks = torch.randn(1, h * g, 1, 1).to(dtype)
+        slopes = torch.arange(tk) * torch.rand(h * g, 1, 1) / 8
+        for options in (
+            {"back": 16, "ahead": 0}, {"ahead": tk - tq}, {"back": 5, "ahead": 9},
+            {"back": -3, "ahead": 40}, {"soft_cap": 2.0}, {"soft_cap": 2.0, "ahead": 0},
+            {"sinks": sinks}, {"sinks": sinks, "back": 20, "ahead": 0},
+            {"attn_mask": slopes.to(dtype), "ahead": tk - tq},
+            {"attn_mask": torch.rand(2, 1, tq, tk) > 0.7, "sinks": sinks.float(), "soft_cap": 3.0},
+        ):  # fmt: skip
+            check_wide(isa, q, k, v, scale=0.4, enable_gqa=g > 1, **options)
+    q, k, v = (heads(1, 40, 2, 32, dtype) for _ in range(3))
+    check_wide(isa, q, k, v, scale=-0.7, ahead=0)
+    check_wide(isa, q, k, v, scale=0.0, ahead=0, soft_cap=1.0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_boolean_masks_with_empty_and_full_blocks(isa: str) -> None:
+    q, k, v = (heads(1, 400, 2, 32, torch.bfloat16) for _ in range(3))
+    gap = torch.arange(400)[:, None] - torch.arange(400)
+    check(isa, q, k, v, attn_mask=(gap >= 0) & (gap < 50))
+    check(isa, q, k, v, attn_mask=(gap.abs() > 140)[None, None])
+    check(isa, q, k, v, attn_mask=((gap >= 0) & (gap < 50)).t().contiguous().t())
+
+
 def test_large_scores_stay_finite_and_nan_passes() -> None:
     q, k, v = (heads(1, 64, 1, 32, torch.float32) for _ in range(3))
     check(ISAS[0], q * 30, k * 30, v)
@@ -119,9 +165,11 @@ def test_refusals() -> None:
         lower(NAME, [q.double(), q.double(), q.double()], isa=ISAS[0])
 
 
-def test_error_is_not_above_torch() -> None:
-    q, k, v = (heads(1, t, 4, 64, torch.float32) for t in (100, 700, 700))
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_is_not_above_torch(isa: str, dtype: torch.dtype) -> None:
+    q, k, v = (heads(1, t, 4, 64, dtype) for t in (100, 700, 700))
     reference = sdpa(q.double(), k.double(), v.double())
-    (got,) = run_rule(NAME, [q, k, v], isa=ISAS[0])
+    (got,) = run_rule(NAME, [q, k, v], isa=isa)
     ours = (got - reference).square().mean().sqrt()
     assert ours <= 1.1 * (sdpa(q, k, v) - reference).square().mean().sqrt()

@@ -573,7 +573,10 @@ class Lowering:
 
 
 def _writes_any_layout(node: Node | None) -> bool:
-    return node is not None and node.target == "aten.scaled_dot_product_attention.default"
+    return node is not None and node.target in (
+        "aten.scaled_dot_product_attention.default",
+        "graphc.attention.default",
+    )
 
 
 def _label(members: Sequence[Node]) -> str:

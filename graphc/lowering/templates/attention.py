@@ -1,14 +1,21 @@
-"""Lowering of scaled_dot_product_attention to the kernels of graphc/kernels/attention_prefill.h."""
+"""Lowering of scaled_dot_product_attention and graphc.attention to the kernels of
+graphc/kernels/attention_prefill.h."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
+
 from graphc.ir.types import product as product_of
-from graphc.lowering.context import Dim, LoweringContext, Unit, View, ceildiv, rule
+from graphc.ir.types import same
+from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.templates import attention_decode, attention_operands
+from graphc.lowering.templates.attention_operands import MASK_TYPES
 from graphc.lowering.templates.operand import (
+    BATCH_DIMS,
     FAST,
     Operand,
     entry_unit,
@@ -76,11 +83,56 @@ def attention(ctx: LoweringContext, node: Any) -> None:
     if attention_decode.takes(ctx, found):
         attention_decode.emit(ctx, node, found)
     else:
-        emit(ctx, node, found)
+        extras = Extras(ahead=0 if found.causal else FAR)
+        emit(ctx, node, found, extras, found.k.shape[-2])  # lowering/work.py halves causal work
 
 
-def emit(ctx: LoweringContext, node: Any, found: attention_operands.Attention) -> None:
-    """The Steps for many queries: panels of keys and values, then blocks of queries."""
+@rule("graphc.attention.default")
+def general_attention(ctx: LoweringContext, node: Any) -> None:
+    """The same with windows, sinks and capped scores; see graphc/ops/attention.py."""
+    q, k, v = (ctx.view(node.args[i]) for i in range(3))
+    if q.dtype not in FAST or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise Refuse(f"attention over {q.dtype}, {k.dtype}, {v.dtype}")
+    views: list[View | None] = []
+    for name in ("attn_mask", "sinks"):
+        value = node.argument(name)
+        view = None if value is None else ctx.view(value)
+        if view is not None and view.dtype not in MASK_TYPES:
+            raise Refuse(f"attention with {name} of {view.dtype}")
+        views.append(view)
+    mask, sinks = views
+    (out,) = ctx.outputs(node)
+    grouped = bool(node.argument("enable_gqa"))
+    size, walks = attention_operands.batch_walks(ctx, q, k, v, out, mask, grouped, sinks)
+    if len(size) > BATCH_DIMS:
+        raise Refuse(f"attention over {len(size)} batch dimensions that cannot be merged")
+    found = attention_operands.Attention(
+        q, k, v, mask, out, float(node.argument("scale")), False, size, walks
+    )
+    back, ahead = node.argument("back"), node.argument("ahead")
+    extras = Extras(
+        FAR if back is None else back, FAR if ahead is None else ahead,
+        float(node.argument("soft_cap")), sinks,
+    )  # fmt: skip
+    emit(ctx, node, found, extras, _keys_seen(q.shape[-2], k.shape[-2], extras))
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the kernel does beyond scaled_dot_product_attention: query i sees the keys i - back to
+    i + ahead; `sinks` walks last among the operands."""
+
+    back: Dim = FAR
+    ahead: Dim = FAR
+    soft_cap: float = 0.0
+    sinks: View | None = None
+
+
+def emit(
+    ctx: LoweringContext, node: Any, found: attention_operands.Attention, extras: Extras, seen: Dim
+) -> None:
+    """The Steps for many queries: panels of keys and values, then blocks of queries. `seen` keys
+    of a query count as work."""
     q, k, v, size, walks = found.q, found.k, found.v, found.size, found.walks
     tq, tk, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     kind = FAST[q.dtype]
@@ -100,18 +152,23 @@ def emit(ctx: LoweringContext, node: Any, found: attention_operands.Attention) -
                                           (tk, v.strides[-2]))  # fmt: skip
         v_row = PANEL
 
-    pointers = [q, k_view, v_view, *([found.mask] if found.mask is not None else [])]
+    sinks = extras.sinks
+    pointers = [q, k_view, v_view, *(x for x in (found.mask, sinks) if x is not None)]
+    sunk: list[Dim] = [0, *padded((), 0)]
+    if sinks is not None:
+        sunk = [MASK_TYPES[sinks.dtype], *padded(walks[-1], 0)]
     immediates: list[Dim] = [
         tq, tk, d, dv, group, *padded(size, 1), q.strides[-2], q.strides[-1],
         *padded(walks[0], 0), *padded(k_batch, 0), v_row, v_panel, *padded(v_batch, 0),
-        *found.mask_immediates(ctx), 0, *padded((), 0), FAR, 0 if found.causal else FAR,
+        *found.mask_immediates(ctx), *sunk, extras.back, extras.ahead,
     ]  # fmt: skip
     result = Operand(found.out, found.out.strides[-2], found.out.strides[-1], tuple(walks[3]))
     epilogue = plain_store(result, size, len(pointers), len(immediates))
+    constants = f"{float_literal(found.scale)}, {float_literal(extras.soft_cap)}"
     text = f"""#include "attention_prefill.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
-  gc_prefill_{kind}(args, {epilogue.name}, {float_literal(found.scale)}, 0.0f, begin, end);
+  gc_prefill_{kind}(args, {epilogue.name}, {constants}, begin, end);
 }}
 """
     columns = PANEL * ceildiv(dv, PANEL)
@@ -133,6 +190,17 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         grain=grain_for(ctx, PANELS * PANEL * tk * (d + dv), 16),
         scratch=4 * scratch,
         label=node.name,
-        flops=2 * product_of(size) * tq * tk * (d + dv),
+        flops=2 * product_of(size) * tq * seen * (d + dv),
         units=[Unit("attention_prefill", ctx.header("attention_prefill.cpp"))],
     )
+
+
+def _keys_seen(tq: Dim, tk: Dim, extras: Extras) -> Dim:
+    """Keys of a query, about: the width of a narrow window, or half of them below a diagonal."""
+    if isinstance(extras.back, int) and isinstance(extras.ahead, int):
+        width = extras.back + extras.ahead + 1
+        if width < FAR:
+            return min(width, tk) if isinstance(tk, int) else sympy.Min(width, tk)
+        if extras.back == FAR and extras.ahead == 0 and same(tq, tk):
+            return ceildiv(tk + 1, 2)
+    return tk

@@ -42,10 +42,12 @@ class Attention:
 
 
 def batch_walks(
-    ctx: LoweringContext, q: View, k: View, v: View, out: View, mask: View | None, grouped: bool
-) -> tuple[list[Dim], list[list[Dim]]]:
-    """Batch sizes and the strides of q, k, v, out, mask over them; grouped heads split in two."""
-    views = [view for view in (q, k, v, out, mask) if view is not None]
+    ctx: LoweringContext, q: View, k: View, v: View, out: View, mask: View | None, grouped: bool,
+    sinks: View | None = None,
+) -> tuple[list[Dim], list[list[Dim]]]:  # fmt: skip
+    """Batch sizes and the strides of q, k, v, out (, mask, sinks) over them; grouped heads split
+    in two."""
+    views = [view for view in (q, k, v, out, mask, sinks) if view is not None]
     rank = max(len(view.shape) for view in views) - 2
     shape: list[Dim] = []
     walks: list[list[Dim]] = [[] for _ in views]

@@ -22,10 +22,14 @@ from cli.render import (
     print_table,
     range_text,
     size,
+    tuning_line,
 )
 from cli.roofline import print_roofline, roofline
+from graphc.report import TuningRecord
 
-VIEWS = ("summary", "passes", "graph", "memory", "kernels", "buckets", "fallbacks", "roofline")
+VIEWS = (
+    "summary", "passes", "graph", "memory", "kernels", "buckets", "fallbacks", "tuning", "roofline",
+)  # fmt: skip
 
 
 @click.command()
@@ -61,6 +65,7 @@ def inspect(
     kernels    each kernel with its uses; --kernel NAME prints its source
     buckets    the programs of the plan and their limits
     fallbacks  what runs through torch, and why
+    tuning     what --tune measured, and what won
     roofline   the least time of each step at the machine's peaks (graphc doctor --calibrate)
     """
     folder = PlanFolder.open(plan)
@@ -130,6 +135,8 @@ def _summary(folder: PlanFolder) -> None:
         click.echo(f"arena      {memory.phase} {memory.bucket}: {memory_line(memory)}")
     done = report.compile
     click.echo(f"kernels    {compiled(done.compiled, done.units, done.hits)}")
+    if report.tuning:
+        click.echo(f"tuned      {tuning_line(report)}")
     stages = ", ".join(f"{stage.name} {duration(stage.seconds)}" for stage in report.stages)
     click.echo(f"built in   {duration(report.seconds)}: {stages}")
     for note in report.notes:
@@ -193,6 +200,31 @@ def _fallbacks(folder: PlanFolder) -> None:
     print_table(["operator", "node", "phase", "reason", "at"], rows)
 
 
+def _tuning(folder: PlanFolder) -> None:
+    records = folder.report.tuning
+    if not records:
+        click.echo("nothing was measured: defaults everywhere (graphc build --tune)")
+        return
+    rows = [
+        [
+            record.choice,
+            record.sizes,
+            ", ".join(f"{name} {duration(s)}" for name, s in record.seconds.items()),
+            record.winner + ("" if record.winner != record.default else " (default)"),
+            _gain(record),
+            "cache" if record.cached else "this build",
+        ]
+        for record in records
+    ]
+    columns = ["choice", "sizes", "tried", "winner", "saves", "measured by"]
+    print_table(columns, rows, "llllr")
+
+
+def _gain(record: TuningRecord) -> str:
+    default, winner = (record.seconds[name] for name in (record.default, record.winner))
+    return f"{100 * (1 - winner / default):.0f}%" if winner < default else ""
+
+
 _TEXT = {
     "summary": _summary,
     "passes": _passes,
@@ -201,4 +233,5 @@ _TEXT = {
     "kernels": _kernels,
     "buckets": _buckets,
     "fallbacks": _fallbacks,
+    "tuning": _tuning,
 }

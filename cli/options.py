@@ -63,6 +63,9 @@ _BUILD_OPTIONS = [
         type=click.Choice(["native", "avx512", "avx2", "portable"]),
         help="Instruction set to build for [this machine's].",
     ),
+    click.option(
+        "--tune", is_flag=True, help="Measure open choices of kernels here; remembered by CPU."
+    ),
 ]
 
 
@@ -88,6 +91,7 @@ class BuildOptions:
     require_cached: bool = False
     jobs: int | None = None
     isa: str | None = None
+    tune: bool = False
 
     def build(
         self,
@@ -112,6 +116,7 @@ class BuildOptions:
                 require_cached=self.require_cached,
                 jobs=self.jobs,
                 isa=None if self.isa == "native" else self.isa,
+                tune=self.tune,
                 progress=show,
             )
 

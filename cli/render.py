@@ -104,6 +104,8 @@ def print_build(report: BuildReport, output: Path) -> None:
     for memory in report.memory:
         click.echo(f"  arena     {memory.bucket}: {memory_line(memory)}")
     click.echo(f"  weights   {report.weights} in {size(report.weights_bytes)}")
+    if report.tuning:
+        click.echo(f"  tuned     {tuning_line(report)}")
     for note in report.notes:
         click.echo(f"  note      {note}")
     click.echo(f"  fallbacks {fallback_line(report)}")
@@ -125,6 +127,17 @@ def memory_line(memory: MemoryRecord) -> str:
     return (
         f"{size(memory.arena_bytes)}, {ratio:.3f} x the lower bound, "
         f"{size(memory.naive_bytes)} without reuse"
+    )
+
+
+def tuning_line(report: BuildReport) -> str:
+    """What `--tune` decided, in a few words."""
+    records = report.tuning
+    changed = sum(record.winner != record.default for record in records)
+    cached = sum(record.cached for record in records)
+    return (
+        f"{len(records)} choice{'s' * (len(records) != 1)}, {changed} unlike the default, "
+        f"{cached} from cache"
     )
 
 

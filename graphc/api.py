@@ -31,7 +31,8 @@ class Options:
 
     disable_pass: passes left out, by name. pass_options: "name{key=value}". verify: every pass is
     checked numerically. dump_passes: folder for the graph after each pass. isa: a lower
-    instruction set level than this machine's. jobs: compiler processes at a time.
+    instruction set level than this machine's. jobs: compiler processes at a time. tune: choices
+    that kernels leave open are measured on this machine, or taken from the cache if they were.
     """
 
     shapes: Path | None = None
@@ -46,6 +47,7 @@ class Options:
     isa: str | None = None
     progress: Progress | None = None
     stages: Sequence[StageRecord] = field(default_factory=tuple)
+    tune: bool = False
 
 
 def memory_planner(
@@ -106,6 +108,12 @@ def build_captured(
         )  # fmt: skip
 
     store = Store()
+    tuner = None
+    if options.tune:
+        from graphc.tuner import Tuner
+
+        place = store.root if store.writable else None
+        tuner = Tuner(level, store, place, options.jobs, options.progress)
     try:
         return build_plan(
             Request(
@@ -127,6 +135,7 @@ def build_captured(
                 stages=list(options.stages),
                 text=lambda graph: print_graph(graph, contents=False),
                 variants=list(variants),
+                tune=tuner.tune if tuner else None,
             )
         )
     finally:
@@ -170,6 +179,7 @@ def build(
     jobs: int | None = None,
     isa: str | None = None,
     progress: Progress | None = None,
+    tune: bool = False,
 ) -> BuildReport:
     """Builds a model into the plan folder `output`; gives the report that `inspect` shows.
 
@@ -192,7 +202,7 @@ def build(
     stages = (StageRecord("capture", time.perf_counter() - start),)
     options = Options(
         shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
-        dump_passes, require_cached, jobs, isa, progress, stages,
+        dump_passes, require_cached, jobs, isa, progress, stages, tune,
     )  # fmt: skip
     return build_captured(
         captured, Path(output), options, model=name, source=kind, variants=variants

@@ -26,6 +26,7 @@ from graphc.lowering.index_ranges import index_ranges
 from graphc.lowering.lower import lower
 from graphc.lowering.program import Expressions, Planner, build_program, evaluate
 from graphc.lowering.steps import KernelStep, Lowered
+from graphc.lowering.tuning import Candidate, Tuning
 from graphc.lowering.work import side_work
 from graphc.plan import (
     ABI_VERSION,
@@ -50,6 +51,7 @@ from graphc.report import (
     PassRecord,
     StageRecord,
     SymbolRecord,
+    TuningRecord,
 )
 from graphc.shapes import Bucket
 from graphc.store import KernelStore
@@ -59,6 +61,10 @@ from graphc.toolchain.isa import Isa
 from graphc.toolchain.link import link
 
 Progress = Callable[[str, int, int], None]
+#: decides the choices of a graph at given lengths of its symbols, one entry per bucket
+Tune = Callable[
+    [Graph, tuple[Mapping[str, int], ...]], tuple[dict[str, Candidate], list[TuningRecord]]
+]
 
 
 @dataclass
@@ -81,6 +87,7 @@ class Request:
     stages: list[StageRecord] = field(default_factory=list)
     text: Callable[[Graph], str] | None = None
     variants: list[Captured] = field(default_factory=list)  # captures for other lengths
+    tune: Tune | None = None  # measures what rules leave open; None: their defaults
 
 
 def build_plan(request: Request) -> BuildReport:
@@ -92,6 +99,7 @@ class _Build:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.stages = list(request.stages)
+        self.tuned: list[TuningRecord] = []
         self.show = request.progress or (lambda text, done, total: None)
 
     def _timed(self, name: str, action: Callable[[], Any]) -> Any:
@@ -105,7 +113,7 @@ class _Build:
         request = self.request
         captured = request.captured
         graph, records = self._timed("passes", lambda: request.transform(captured.graph))
-        lowered: Lowered = self._timed("lowering", lambda: lower(graph, request.isa.level))
+        lowered = self._lower(graph)
         sides = [lowered]
         for variant in request.variants:
             sides.append(self._side(variant, sides, records))
@@ -128,11 +136,32 @@ class _Build:
         objects: CompileReport = self._timed("compile", compiled)
         return self._write(sides, planned, objects, compiler, records)
 
+    def _lower(self, graph: Graph) -> Lowered:
+        tune, level = self.request.tune, self.request.isa.level
+        tuning = None
+        if tune is not None:
+            tuning = self._timed("tuning", lambda: self._tuning(graph, tune))
+        made: Lowered = self._timed("lowering", lambda: lower(graph, level, tuning))
+        return made
+
+    def _tuning(self, graph: Graph, tune: Tune) -> Tuning:
+        """What was measured, now or before, for the choices of a graph at its buckets' limits."""
+        known = {s.name: s for s in graph.symbols.values() if not s.data}
+        ranges = {name: (s.minimum, min(s.maximum, UNBOUNDED)) for name, s in known.items()}
+        lengths = tuple(
+            {name: min(n, known[name].maximum) for name, n in bucket.limits.items()}
+            for bucket in self.request.buckets(ranges)
+        )
+        winners, records = tune(graph, lengths)
+        told = {(record.choice, record.sizes) for record in self.tuned}
+        self.tuned += [r for r in records if (r.choice, r.sizes) not in told]
+        return Tuning(winners, {}, lengths)
+
     def _side(self, variant: Captured, sides: list[Lowered], records: list[PassRecord]) -> Lowered:
         """The same model for other lengths; its weights stand behind those of the sides before."""
         graph, more = self._timed("passes", lambda: self.request.transform(variant.graph))
         records += more
-        side: Lowered = self._timed("lowering", lambda: lower(graph, self.request.isa.level))
+        side = self._lower(graph)
         if [kind for kind, _ in side.results] != [kind for kind, _ in sides[0].results]:
             raise UnsupportedError(
                 "expected results of one form for all lengths, found different ones",
@@ -336,6 +365,7 @@ class _Build:
             weights_bytes=sum(w.nbytes for w in plan.weights),
             weights=len(plan.weights),
             notes=[*request.captured.notes, *objects.notes],
+            tuning=self.tuned,
         )  # fmt: skip
 
 

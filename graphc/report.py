@@ -131,6 +131,19 @@ class CompileRecord(msgspec.Struct, frozen=True):
     isa: str = ""
 
 
+class TuningRecord(msgspec.Struct, frozen=True):
+    """A choice between tile sizes or kernels that `--tune` decided: its name, the sizes it was
+    measured for, default and winner, and seconds by candidate. `cached`: measured by an earlier
+    build."""
+
+    choice: str
+    sizes: str
+    default: str
+    winner: str
+    seconds: dict[str, float] = {}
+    cached: bool = False
+
+
 class StageRecord(msgspec.Struct, frozen=True):
     """Wall-clock seconds of one stage of the build: capture, passes, lowering, compile, write."""
 
@@ -158,6 +171,7 @@ class BuildReport(msgspec.Struct, frozen=True):
     weights_bytes: int = 0
     weights: int = 0
     notes: list[str] = []
+    tuning: list[TuningRecord] = []
     format: int = FORMAT
 
     @property

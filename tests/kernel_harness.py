@@ -20,6 +20,7 @@ import sympy
 import torch
 
 from graphc.lowering.context import RULES, Dim, Epilogue, Unit, View
+from graphc.lowering.tuning import Choice
 from tests.kernel_build import (
     KERNELS,
     Memory,
@@ -107,6 +108,7 @@ class FakeContext:
     bindings: dict[sympy.Symbol, int] = field(default_factory=dict)
     epilogue_expression: str = "x"
     eager_layout: bool = False
+    trial: dict[str, Any] = field(default_factory=dict)  # values of choices other than the default
     buffers: list[tuple[int, object]] = field(default_factory=list)  # address, owner
     results: tuple[torch.Tensor, ...] = ()
     steps: list[_Step] = field(default_factory=list)
@@ -222,6 +224,9 @@ static void store_tile(const gc_args* a, const float* acc, int64_t ld, int64_t z
         self.steps.append(
             _Step((unit, *units), symbol, tuple(pointers), tuple(immediates), range, scratch, grain)
         )
+
+    def choose(self, choice: Choice, *facts: Dim | str) -> Any:
+        return self.trial.get(choice.name, choice.default)
 
     def static(self, dim: Dim) -> int | None:
         if isinstance(dim, int):

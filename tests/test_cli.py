@@ -548,7 +548,7 @@ def test_build_passes_its_options_on(
     arguments = (
         "build demo -o out --input x=f32[1,T,4] --dynamic T=1:9 --bucket 2K --bucket 64"
         " --phase prefill --dtype bfloat16 --shapes s.yaml --disable-pass a --pass b{k=v}"
-        " --verify --dump-passes dump --require-cached --jobs 3 --isa avx2"
+        " --verify --dump-passes dump --require-cached --jobs 3 --isa avx2 --tune"
     )
     assert main(arguments.split()) == 0
     assert calls == [
@@ -568,6 +568,7 @@ def test_build_passes_its_options_on(
             "require_cached": True,
             "jobs": 3,
             "isa": "avx2",
+            "tune": True,
             "progress": None,
         }
     ]

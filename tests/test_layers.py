@@ -35,6 +35,18 @@ ALLOWED: dict[str, set[str]] = {
         "graphc.store",
         "graphc.toolchain",
     },
+    "graphc.tuner": IR
+    | {
+        "graphc",
+        "graphc.kernels",
+        "graphc.lowering",
+        "graphc.plan",
+        "graphc.plan_io",
+        "graphc.report",
+        "graphc.runtime",
+        "graphc.store",
+        "graphc.toolchain",
+    },
     "graphc.ir": GROUND,
     "graphc.ops": IR,
     "graphc.dsl": IR | {"graphc.ops"},

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from graphc.ir.graph import Node
+    from graphc.lowering.tuning import Choice
 
 #: a size: an integer, or a sympy expression over the graph's named symbols
 Dim: TypeAlias = int | sympy.Expr
@@ -132,6 +133,11 @@ class LoweringContext(Protocol):
         """Emits one Step. `units` are further units it must be linked with (micro-kernels).
         Pointers are passed with their view's offset added; reads and writes name every view the
         kernel touches (they drive lifetimes: name them all)."""
+
+    def choose(self, choice: Choice, *facts: Dim | str) -> Any:
+        """The value of a choice between candidates that are all correct: its default, or what
+        `--tune` measured to be faster for these facts (sizes, dtypes)."""
+        ...
 
     def static(self, dim: Dim) -> int | None:
         """The integer behind `dim`, or None if it is symbolic."""

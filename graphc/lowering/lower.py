@@ -46,21 +46,25 @@ from graphc.lowering.steps import (
     KernelStep,
     Lowered,
 )
+from graphc.lowering.tuning import Choice, Tuning
 from graphc.lowering.work import loop_flops
 
 
-def lower(graph: Graph, isa: str) -> Lowered:
-    """Lowers a graph for an instruction set level ("avx512", "avx2", "portable")."""
+def lower(graph: Graph, isa: str, tuning: Tuning | None = None) -> Lowered:
+    """Lowers a graph for an instruction set level ("avx512", "avx2", "portable"). `tuning` decides
+    what rules leave to measurement; without it, their defaults hold."""
     expanded = expand(graph)
-    return Lowering(expanded, isa).run()
+    return Lowering(expanded, isa, tuning).run()
 
 
 class Lowering:
     """Implements graphc.lowering.context.LoweringContext."""
 
-    def __init__(self, graph: Graph, isa: str) -> None:
+    def __init__(self, graph: Graph, isa: str, tuning: Tuning | None = None) -> None:
         self.graph = graph
         self.isa = isa
+        self.tuning = tuning or Tuning()
+        self._choices: dict[str, None] = {}  # keys of what the current rule asked
         self.grouping: Grouping = group_nodes(graph)
         self.buffers: list[BufferInfo] = []
         self.steps: list[KernelStep | FallbackStep] = []
@@ -279,6 +283,7 @@ class Lowering:
         mark = len(self.steps)
         before = dict(self.memory), dict(self.row_major_copies)
         self._fused_behind = False
+        self._choices = {}
         try:
             RULES[node.target](self, node)
         except Refuse as refusal:
@@ -287,6 +292,9 @@ class Lowering:
             self.memory, self.row_major_copies = before
             self._fallback(node, str(refusal))
         else:
+            for step in self.steps[mark:]:
+                if isinstance(step, KernelStep):
+                    step.choices = tuple(self._choices)
             for value in node.outputs:
                 if value not in self.memory and value in self._stored(group):
                     raise InternalError(f"the rule for {node.target} made no {value.name}")
@@ -558,6 +566,12 @@ class Lowering:
                 flops, tuple(reads), tuple(writes),
             )
         )  # fmt: skip
+
+    def choose(self, choice: Choice, *facts: Dim | str) -> Any:
+        """The value of a choice, and a note of it on the Steps of the current rule."""
+        key, value = self.tuning.decide(choice, (*facts, self.isa))
+        self._choices[key] = None
+        return value
 
     def static(self, dim: Dim) -> int | None:
         """The integer behind a dim, or None."""

@@ -41,6 +41,7 @@ class KernelStep:
     flops: Dim | None = None
     read_views: tuple[View, ...] = ()
     write_views: tuple[View, ...] = ()
+    choices: tuple[str, ...] = ()  # keys of what its rule left to measurement
 
 
 @dataclass

@@ -27,6 +27,7 @@ from graphc.lowering.templates.operand import (
     plain_store,
 )
 from graphc.lowering.templates.pack import pack_weight
+from graphc.lowering.tuning import Choice
 
 
 def emit_product(ctx: LoweringContext, node: Any, product: Product) -> None:
@@ -115,13 +116,13 @@ def right_operand(
         return ctx.constant(f"{node.name}.weight", data, layout=layout), 0, ()
     b = product.b
     assert b is not None
-    rows, step = ctx.static(product.m), ctx.static(b.row)
-    in_place = (
-        kind == "f32" and ctx.static(b.column) == 1 and step != 0
-        and rows is not None and rows <= DIRECT_ROWS
-    )  # fmt: skip
-    if in_place:
-        return b.view, b.row, b.batch
+    if kind == "f32" and ctx.static(b.column) == 1 and ctx.static(b.row) != 0:
+        rows = ctx.static(product.m)
+        few = rows is not None and rows <= DIRECT_ROWS
+        choice = Choice("product.right", ("in place", "packed"), "in place" if few else "packed")
+        sizes = (product_of(product.size), product.m, product.n, product.k)
+        if ctx.choose(choice, *sizes) == "in place":
+            return b.view, b.row, b.batch
     size = [1 if ctx.static(s) == 0 else n for n, s in zip(product.size, b.batch, strict=True)]
     panels = ceildiv(product.n, PANEL)
     depth = 2 * ceildiv(product.k, 2) if kind == "bf16" else product.k

@@ -20,7 +20,7 @@ from graphc.frontends.capture import capture
 from graphc.lowering.classify import native_operators
 from graphc.lowering.lower import lower
 from graphc.lowering.steps import FallbackStep, KernelStep
-from graphc.lowering.work import operations, side_work
+from graphc.lowering.work import causal_pairs, operations, side_work
 from graphc.plan import PlanWork, StepWork
 from graphc.plan_io import read_plan, read_work
 from graphc.runtime.calibration import Level, Peaks, Rates
@@ -82,6 +82,11 @@ def test_attention(causal: bool, pairs: int) -> None:
     q = floats(2, 3, 64, 16)
     rows = work(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, q, q)
     assert sum(row[1] or 0 for row in rows) == 2 * 2 * 3 * pairs * (16 + 16)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 5), (5, 5), (5, 12), (12, 12), (12, 5), (3, 1)])
+def test_pairs_of_queries_and_keys(queries: int, keys: int) -> None:
+    assert causal_pairs(queries, keys) == sum(j <= i for i in range(queries) for j in range(keys))
 
 
 def test_attention_of_a_free_length() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import sympy
 
 from graphc.ir.graph import Node
-from graphc.ir.types import Dim, as_dim, itemsize, product, same
+from graphc.ir.types import Dim, as_dim, dim_max, itemsize, product
 from graphc.lowering.context import View
 from graphc.lowering.loops import Compute, Loop, Reduce, row_level
 from graphc.lowering.program import Expressions
@@ -209,16 +209,32 @@ def _place(nodes: Sequence[Node], places: dict[str, int]) -> int:
 
 
 def attended(flops: Dim | None, nodes: Sequence[Node]) -> Dim | None:
-    """Causal attention over as many keys as queries needs half of the scores, and the diagonal."""
+    """Attention's operations, which its rule counts for all keys of all queries, without those of
+    the keys that causality hides. (Rules of windows count what their windows show.)"""
     for node in nodes:
         if flops is None or node.target != "aten.scaled_dot_product_attention.default":
             continue
+        if not node.argument("is_causal"):
+            continue
         queries, keys = (node.args[i].type.shape[-2] for i in (0, 1))
-        if node.argument("is_causal") and same(queries, keys):
-            if isinstance(flops, int) and isinstance(keys, int):
-                return flops * (keys + 1) // (2 * keys) if keys else flops
-            return as_dim(sympy.cancel(sympy.sympify(flops) / (2 * keys)) * (keys + 1))
+        pairs = causal_pairs(queries, keys)
+        if isinstance(flops, int) and isinstance(pairs, int):
+            whole = int(queries * keys)
+            return flops * pairs // whole if whole else flops
+        return as_dim(sympy.cancel(sympy.sympify(flops) / (queries * keys)) * pairs)
     return flops
+
+
+def causal_pairs(queries: Dim, keys: Dim) -> Dim:
+    """Pairs (i, j) with j <= i of `queries` i and `keys` j."""
+    hidden = dim_max(keys - 1, 0)  # from the first query; from each further one a key less
+    rows = smaller(queries, hidden)
+    return as_dim(queries * keys - rows * hidden + _triangle(as_dim(rows - 1)))
+
+
+def _triangle(n: Dim) -> Dim:
+    """1 + 2 + ... + n."""
+    return n * (n + 1) // 2 if isinstance(n, int) else as_dim(n * (n + 1) / 2)
 
 
 def arithmetic(step: KernelStep) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build", "load"]
+__all__ = ["__version__", "build", "compile", "load"]
 
 if TYPE_CHECKING:
-    from graphc.api import build
+    from graphc.api import build, compile
     from graphc.runtime.session import load
 
 
@@ -18,8 +18,8 @@ def __getattr__(name: str) -> Any:
         from graphc.runtime.session import load
 
         return load
-    if name == "build":
-        from graphc.api import build
+    if name in ("build", "compile"):
+        from graphc import api
 
-        return build
+        return getattr(api, name)
     raise AttributeError(f"module 'graphc' has no attribute {name!r}")

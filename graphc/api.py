@@ -20,6 +20,7 @@ from graphc.toolchain.isa import Isa
 if TYPE_CHECKING:
     import torch
 
+    from graphc.compiled import Compiled
     from graphc.runtime.calibration import Peaks
 
 Progress = Callable[[str, int, int], None]
@@ -260,6 +261,36 @@ def passes() -> list[tuple[str, str, dict[str, object]]]:
         text = (type(one).__doc__ or "").strip().splitlines()
         listed.setdefault(one.name, (one.name, text[0] if text else "", describe(one)))
     return list(listed.values())
+
+
+def kept_plans() -> Path:
+    """The folder of the cache where plans are kept by name."""
+    from cache.folder import default_root
+
+    return default_root() / "plans-v1"
+
+
+def compile(
+    module: torch.nn.Module,
+    *,
+    dynamic_shapes: Any = None,
+    options: Options | None = None,
+    threads: int | None = None,
+) -> Compiled:
+    """A callable that takes and gives what `module` does, for inference: plans are built when it
+    is first called, one for each signature, and reused from the cache by later processes.
+
+    Weights are copied when a plan is built; after they changed in place, or were replaced, the
+    next call builds another. Buffers that the module itself changes are states of the plan: the
+    module's own stay as they are.
+
+    Args:
+        dynamic_shapes: as torch.export takes them; one plan then holds for a range of lengths.
+        threads: threads of native steps [$GRAPHC_THREADS, else the CPUs this process may use].
+    """
+    from graphc.compiled import Compiled
+
+    return Compiled(module, dynamic_shapes, options or Options(), threads)
 
 
 def reference(model: str | torch.nn.Module, *, dtype: str | None = None) -> torch.nn.Module:

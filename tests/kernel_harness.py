@@ -108,6 +108,7 @@ class FakeContext:
     bindings: dict[sympy.Symbol, int] = field(default_factory=dict)
     epilogue_expression: str = "x"
     eager_layout: bool = False
+    cuts: tuple[int, ...] = ()  # where operands that may be concatenations are cut
     trial: dict[str, Any] = field(default_factory=dict)  # values of choices other than the default
     buffers: list[tuple[int, object]] = field(default_factory=list)  # address, owner
     results: tuple[torch.Tensor, ...] = ()
@@ -138,6 +139,16 @@ class FakeContext:
 
     def contiguous(self, value: Any) -> View:
         return self._tensor_view(value.tensor.contiguous(), value.type.shape)
+
+    def parts(self, value: Any, dim: int) -> list[View]:
+        length = value.tensor.shape[dim]
+        cuts = [c for c in self.cuts if c < length] if length == value.type.shape[dim] else []
+        bounds = list(zip([0, *cuts], [*cuts, length], strict=True))
+        if len(bounds) == 1:
+            return [self.view(value)]
+        pieces = [value.tensor.narrow(dim, a, b - a) for a, b in bounds]
+        pieces = [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]
+        return [self._tensor_view(piece, tuple(piece.shape)) for piece in pieces]
 
     def _allocate(self, shape: Sequence[Dim], dtype: torch.dtype) -> tuple[View, torch.Tensor]:
         sizes = [self.number(d) for d in shape]
@@ -274,6 +285,7 @@ def lower(
     symbols: Mapping[tuple[int, int], str] | None = None,
     epilogue: str = "x",
     eager_layout: bool = False,
+    cuts: tuple[int, ...] = (),
 ) -> FakeContext:
     """Applies the rule of operator `name`; tensors in args become graph values.
 
@@ -281,7 +293,7 @@ def lower(
     asks for results with the strides that eager torch gives.
     """
     operator = lookup(name)
-    context = FakeContext(isa, epilogue_expression=epilogue, eager_layout=eager_layout)
+    context = FakeContext(isa, epilogue_expression=epilogue, eager_layout=eager_layout, cuts=cuts)
 
     def wrap(argument: Any, position: int) -> Any:
         if isinstance(argument, list | tuple):
@@ -331,13 +343,15 @@ def run_rule(
     epilogue: str = "x",
     parts: int = 3,
     eager_layout: bool = False,
+    cuts: tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Lowers one operator call and executes its Steps; gives the results (copies).
 
     Raises graphc.lowering.context.Refuse if the rule refuses.
     """
     context = lower(
-        name, args, kwargs, isa=isa, symbols=symbols, epilogue=epilogue, eager_layout=eager_layout
-    )
+        name, args, kwargs, isa=isa, symbols=symbols, epilogue=epilogue, eager_layout=eager_layout,
+        cuts=cuts,
+    )  # fmt: skip
     context.execute(parts)
     return tuple(t.clone() for t in context.results)

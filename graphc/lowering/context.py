@@ -89,6 +89,11 @@ class LoweringContext(Protocol):
         """The same, row-major from its offset; a copy Step is emitted when it is not."""
         ...
 
+    def parts(self, value: Any, dim: int) -> list[View]:
+        """The views that give the value when put one behind the other along `dim` (negative): for
+        kernels that read a concatenation without its being made. One view, if it is none."""
+        ...
+
     def outputs(self, node: Node) -> tuple[View, ...]:
         """Row-major views for the results of `node`, allocated now."""
         ...

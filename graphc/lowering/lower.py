@@ -431,6 +431,10 @@ class Lowering:
             return self.memory[value]
         raise InternalError(f"{value.name} is read before it is in memory")
 
+    def parts(self, value: Any, dim: int) -> list[View]:
+        """The views that make up a value along `dim`."""
+        return [self.view(value)]
+
     def _row_major(self, view: View) -> View:
         if is_row_major(view.shape, view.strides):
             return view

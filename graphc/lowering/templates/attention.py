@@ -79,20 +79,22 @@ def attention(ctx: LoweringContext, node: Any) -> None:
     Operands are read with their strides. Raises Refuse for dropout, dtypes without a kernel, and
     batch structures beyond four dimensions.
     """
+    causal = bool(node.argument("is_causal"))
+    parts = attention_decode.segments(ctx, node)
+    if parts is not None:
+        mask, scale = attention_operands.mask_and_scale(ctx, node)
+        scoring = attention_decode.Scoring(scale, FAR, 0 if causal else FAR, 0.0, mask)
+        grouped = bool(node.argument("enable_gqa"))
+        attention_decode.emit(ctx, node, parts, scoring, grouped=grouped)
+        return
     found = attention_operands.operands(ctx, node)
-    if attention_decode.takes(ctx, found):
-        attention_decode.emit(ctx, node, found)
-    else:
-        extras = Extras(ahead=0 if found.causal else FAR)
-        emit(ctx, node, found, extras, found.k.shape[-2])  # lowering/work.py halves causal work
+    extras = Extras(ahead=0 if causal else FAR)
+    emit(ctx, node, found, extras, found.k.shape[-2])  # lowering/work.py halves causal work
 
 
 @rule("graphc.attention.default")
 def general_attention(ctx: LoweringContext, node: Any) -> None:
     """The same with windows, sinks and capped scores; see graphc/ops/attention.py."""
-    q, k, v = (ctx.view(node.args[i]) for i in range(3))
-    if q.dtype not in FAST or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise Refuse(f"attention over {q.dtype}, {k.dtype}, {v.dtype}")
     views: list[View | None] = []
     for name in ("attn_mask", "sinks"):
         value = node.argument(name)
@@ -101,19 +103,23 @@ def general_attention(ctx: LoweringContext, node: Any) -> None:
             raise Refuse(f"attention with {name} of {view.dtype}")
         views.append(view)
     mask, sinks = views
-    (out,) = ctx.outputs(node)
     grouped = bool(node.argument("enable_gqa"))
+    scale, soft_cap = float(node.argument("scale")), float(node.argument("soft_cap"))
+    back, ahead = (FAR if node.argument(n) is None else node.argument(n) for n in ("back", "ahead"))
+    parts = attention_decode.segments(ctx, node)
+    if parts is not None:
+        scoring = attention_decode.Scoring(scale, back, ahead, soft_cap, mask, sinks)
+        attention_decode.emit(ctx, node, parts, scoring, grouped=grouped)
+        return
+    q, k, v = (ctx.view(node.args[i]) for i in range(3))
+    if q.dtype not in FAST or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise Refuse(f"attention over {q.dtype}, {k.dtype}, {v.dtype}")
+    (out,) = ctx.outputs(node)
     size, walks = attention_operands.batch_walks(ctx, q, k, v, out, mask, grouped, sinks)
     if len(size) > BATCH_DIMS:
         raise Refuse(f"attention over {len(size)} batch dimensions that cannot be merged")
-    found = attention_operands.Attention(
-        q, k, v, mask, out, float(node.argument("scale")), False, size, walks
-    )
-    back, ahead = node.argument("back"), node.argument("ahead")
-    extras = Extras(
-        FAR if back is None else back, FAR if ahead is None else ahead,
-        float(node.argument("soft_cap")), sinks,
-    )  # fmt: skip
+    found = attention_operands.Attention(q, k, v, mask, out, scale, False, size, walks)
+    extras = Extras(back, ahead, soft_cap, sinks)
     emit(ctx, node, found, extras, _keys_seen(q.shape[-2], k.shape[-2], extras))
 
 

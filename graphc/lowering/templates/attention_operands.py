@@ -73,30 +73,34 @@ def batch_walks(
     return merge_dims(shape, walks)
 
 
-def operands(ctx: LoweringContext, node: Any) -> Attention:
-    """The operands of a scaled_dot_product_attention node; Refuse for dropout, dtypes without a
-    kernel, and batch structures beyond four dimensions."""
+def mask_and_scale(ctx: LoweringContext, node: Any) -> tuple[View | None, float]:
+    """The mask and the scale of a scaled_dot_product_attention node; Refuse for dropout."""
     if node.argument("dropout_p") != 0:
         raise Refuse("attention with dropout")
-    q, k, v = (ctx.view(node.args[i]) for i in range(3))
-    if q.dtype not in FAST or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise Refuse(f"attention over {q.dtype}, {k.dtype}, {v.dtype}")
     mask_value = node.argument("attn_mask")
     mask = None if mask_value is None else ctx.view(mask_value)
     if mask is not None and mask.dtype not in MASK_TYPES:
         raise Refuse(f"attention mask of {mask.dtype}")
     scale = node.argument("scale")
     if scale is None:
-        width = ctx.static(q.shape[-1])
+        width = ctx.static(node.args[0].type.shape[-1])
         if width is None:
             raise Refuse("attention with a symbolic head dimension")
         scale = 1.0 / math.sqrt(width) if width else 1.0
     if not isinstance(scale, int | float):
         raise Refuse("attention with a symbolic scale")
+    return mask, float(scale)
+
+
+def operands(ctx: LoweringContext, node: Any) -> Attention:
+    """The operands of a scaled_dot_product_attention node; Refuse for dropout, dtypes without a
+    kernel, and batch structures beyond four dimensions."""
+    mask, scale = mask_and_scale(ctx, node)
+    q, k, v = (ctx.view(node.args[i]) for i in range(3))
+    if q.dtype not in FAST or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise Refuse(f"attention over {q.dtype}, {k.dtype}, {v.dtype}")
     (out,) = ctx.outputs(node)
     size, walks = batch_walks(ctx, q, k, v, out, mask, bool(node.argument("enable_gqa")))
     if len(size) > BATCH_DIMS:
         raise Refuse(f"attention over {len(size)} batch dimensions that cannot be merged")
-    return Attention(
-        q, k, v, mask, out, float(scale), bool(node.argument("is_causal")), size, walks
-    )
+    return Attention(q, k, v, mask, out, scale, bool(node.argument("is_causal")), size, walks)

@@ -1,0 +1,261 @@
+// Attention of few queries over many keys: see attention_decode.h.
+//
+// ptr = {q, out, partial, mask, sinks, k_0, v_0, k_1, v_1, ...}; imm = gc_decode_shape. The first Step
+// (attention_decode_*) runs over size x chunks x row blocks. Where there is more than one chunk it leaves,
+// per row and chunk, a record [maximum, sum, ..][dv] in `partial`, and attention_merge_* (over size x
+// rows) makes `out` of them.
+#pragma once
+#include "attention_decode.h"
+#include "vmath.h"
+
+namespace {
+using namespace gc;
+
+constexpr int64_t HEAD = 16;   // floats before the sums of a partial record
+constexpr int64_t BLOCK = 64;  // keys between rescalings; blocks are even and hold up to twice that
+constexpr int64_t LDS = 2 * BLOCK;
+constexpr int64_t TURN = 16;   // keys and values are read in turns of so many
+
+GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+GC_INLINE int64_t whole(int64_t n) { return (n + 31) & -32; }
+GC_INLINE int64_t record(int64_t dv) { return HEAD + whole(dv); }
+GC_INLINE double float_of(int64_t bits) { double d; memcpy(&d, &bits, 8); return d; }
+
+// Number i of a mask or of sinks in units of log2. Finite values stay finite: a row of finfo.min is
+// a row of equal scores, not a masked one.
+GC_INLINE float addend(const void* from, int64_t type, int64_t i) {
+  if (type == 4) return ((const uint8_t*)from)[i] ? 0.0f : NEGATIVE_INFINITY;
+  const float x = type == 1 ? ((const float*)from)[i]
+      : type == 2 ? (float)((const bf16*)from)[i] : (float)((const f16*)from)[i];
+  const float scaled = x * LOG2E;
+  return scaled == NEGATIVE_INFINITY && x != NEGATIVE_INFINITY ? -__FLT_MAX__ : scaled;
+}
+
+// One unit of work: some rows of a batch over a piece of the keys.
+template <class T>
+struct Unit {
+  typedef typename Query<T>::type W;
+  const gc_args* args;
+  const gc_decode_shape* s;
+  int64_t z, rows, row0, first, last;  // keys [first, last)
+  int64_t ldq, ldo;
+  int parts;                           // numbers that make a weight
+  float scale, cap;                    // scale in units of log2
+  W *q, *weights;                      // weights [rows][parts][LDS]
+  float *out, *scores, *mask, *maximum, *total, *factor;
+
+  void load_queries() {
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t g = (row0 + r) / s->tq, t = (row0 + r) % s->tq;
+      const T* x = (const T*)args->ptr[0] + gc_batch_offset(s->size, s->q_z, z) + g * s->q_g +
+          t * s->q_t;
+      load_query(x, s->q_d, s->d, q + r * ldq, ldq);
+      for (int64_t i = 0; i < ldo; i++) out[r * ldo + i] = 0.0f;
+      maximum[r] = NEGATIVE_INFINITY;
+      total[r] = 0.0f;
+    }
+  }
+
+  // f(segment, its number, first key in it, count, place behind k0) for the keys [k0, k0 + n).
+  template <class F>
+  void stretches(int64_t k0, int64_t n, F f) const {
+    int64_t start = 0;
+    for (int64_t i = 0; i < s->segments; i++) {
+      const gc_decode_segment& segment = s->segment[i];
+      const int64_t from = max64(k0, start), to = min64(k0 + n, start + segment.keys);
+      if (from < to) f(segment, i, from - start, to - from, from - k0);
+      start += segment.keys;
+    }
+  }
+
+  // Scores of the n keys from k0 on, `place` keys into their block.
+  void dots(int64_t k0, int64_t n, int64_t place) const {
+    stretches(k0, n, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t m, int64_t to) {
+      const T* k = (const T*)args->ptr[5 + 2 * i] + gc_batch_offset(s->size, g.k_z, z) + at * g.k_t;
+      float* const o = scores + place + to;
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4)
+        dot_keys<T, 4>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * LDS, LDS);
+      for (; r + 2 <= rows; r += 2)
+        dot_keys<T, 2>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * LDS, LDS);
+      for (; r < rows; r++)
+        dot_keys<T, 1>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * LDS, LDS);
+    });
+  }
+
+  void mix(int64_t k0, int64_t n, int64_t place) const {
+    static const float one[2] = {1.0f, 1.0f};
+    stretches(k0, n, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t m, int64_t to) {
+      const T* v = (const T*)args->ptr[6 + 2 * i] + gc_batch_offset(s->size, g.v_z, z) + at * g.v_t;
+      const W* w = weights + place + to;
+      const bool start = place + to == 0;  // sums of the blocks before are rescaled
+      int64_t r = 0;
+      for (; r + 2 <= rows; r += 2)
+        mix_keys<T, 2>(parts, w + r * parts * LDS, LDS, v, g.v_t, s->dv, m, start ? factor + r : one,
+                       out + r * ldo, ldo);
+      for (; r < rows; r++)
+        mix_keys<T, 1>(parts, w + r * parts * LDS, LDS, v, g.v_t, s->dv, m, start ? factor + r : one,
+                       out + r * ldo, ldo);
+    });
+  }
+
+  // What masks and positions do to n scores from key k0 on.
+  void add_mask(int64_t r, int64_t k0, int64_t n, float* row) const {
+    const int64_t g = (row0 + r) / s->tq, t = (row0 + r) % s->tq;
+    if (s->mask_type) {
+      const int64_t at = gc_batch_offset(s->size, s->mask_z, z) + g * s->mask_g + t * s->mask_t +
+          k0 * s->mask_k;
+      for (int64_t j = 0; j < n; j++)
+        row[j] += addend(args->ptr[3], s->mask_type, at + j * s->mask_k);
+    }
+    for (int64_t j = 0; j < min64(n, t - s->back - k0); j++) row[j] = NEGATIVE_INFINITY;
+    for (int64_t j = max64(0, t + s->ahead + 1 - k0); j < n; j++) row[j] = NEGATIVE_INFINITY;
+  }
+
+  // Scores of a row to weights 2^(score - maximum).
+  void softmax(int64_t r, int64_t k0, int64_t n) {
+    float* const row = scores + r * LDS;
+    if (cap == 0.0f) {
+      for (int64_t j = 0; j < n; j += VL) store(row + j, load<vf>(row + j) * scale);
+    } else {
+      const float inner = scale / (cap * LOG2E), outer = cap * LOG2E;
+      for (int64_t j = 0; j < n; j++) row[j] = vtanh(row[j] * inner) * outer;
+    }
+    add_mask(r, k0, n, row);
+    for (int64_t j = n; j & (VL - 1); j++) row[j] = NEGATIVE_INFINITY;
+    vf most = splat(maximum[r]);
+    for (int64_t j = 0; j < n; j += VL) most = max_or_first(most, load<vf>(row + j));
+    const float now = most_of(most);
+    const float base = now == NEGATIVE_INFINITY ? 0.0f : now;
+    factor[r] = exp2_negative1(maximum[r] - base);
+    maximum[r] = now;
+    vf sum = {};
+    for (int64_t j = 0; j < n; j += VL) {
+      const vf e = exp2_negative(load<vf>(row + j) - base);
+      store(row + j, e);
+      sum += e;
+    }
+    total[r] = total[r] * factor[r] + sum_of(sum);
+    put_weights(row, n, parts, weights + r * parts * LDS, LDS);
+  }
+
+  // The values of a block are read in turn with the keys of the next: memory delivers both.
+  void run() {
+    const int64_t keys = last - first, blocks = max64(1, keys / BLOCK);
+    const int64_t size = (keys + blocks - 1) / blocks;
+    for (int64_t k0 = first - size, n = 0; k0 < last;) {
+      const int64_t after = k0 + size, m = max64(0, min64(size, last - after));
+      for (int64_t place = 0; place < max64(n, m); place += TURN) {
+        if (place < m) dots(after + place, min64(TURN, m - place), place);
+        if (place < n) mix(k0 + place, min64(TURN, n - place), place);
+      }
+      if (m > 0)
+        for (int64_t r = 0; r < rows; r++) softmax(r, after, m);
+      k0 = after;
+      n = m;
+    }
+  }
+};
+
+// Stores a finished row, whose weights sum up to `total` under `maximum`.
+template <class T>
+static void put(const gc_args* args, const gc_decode_shape* s, int64_t z, int64_t row, const float* x,
+                float maximum, float total) {
+  const int64_t g = row / s->tq, t = row % s->tq;
+  float factor = total == 0.0f ? 0.0f : 1.0f / total;
+  if (s->sink_type && maximum != NEGATIVE_INFINITY) {
+    const float sink = addend(
+        args->ptr[4], s->sink_type, gc_batch_offset(s->size, s->sink_z, z) + g * s->sink_g);
+    const float most = sink > maximum ? sink : maximum, part = exp2_negative1(maximum - most);
+    factor = part / (total * part + exp2_negative1(sink - most));
+  }
+  T* o = (T*)args->ptr[1] + gc_batch_offset(s->size, s->out_z, z) + g * s->out_g + t * s->out_t;
+  if (s->out_d == 1) {
+    for (int64_t i = 0; i < s->dv; i++) o[i] = (T)(x[i] * factor);
+  } else {
+    for (int64_t i = 0; i < s->dv; i++) o[i * s->out_d] = (T)(x[i] * factor);
+  }
+}
+
+// scratch in floats: out [rows][dv], scores, weights [rows][LDS], mask [LDS], [dv], 3 x [ROWS],
+// q [rows][d]; d and dv rounded up to 32
+template <class T>
+static void decode(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_decode_shape* s = (const gc_decode_shape*)args->imm;
+  const int64_t all = s->group * s->tq, blocks = (all + GC_DECODE_ROWS - 1) / GC_DECODE_ROWS;
+  const int64_t piece = (s->tk + s->chunks - 1) / s->chunks;
+  const int64_t most = min64(all, GC_DECODE_ROWS);
+  typedef typename Query<T>::type W;
+  Unit<T> u{args, s};
+  u.ldq = whole(s->d);
+  u.ldo = whole(s->dv);
+  u.parts = sizeof(W) == 2 && all <= EXACT ? 2 : 1;
+  u.out = (float*)args->scratch;
+  u.scores = u.out + most * u.ldo;
+  u.weights = (W*)(u.scores + most * LDS);
+  u.mask = u.scores + 2 * most * LDS;
+  float* const natural = u.mask + LDS;
+  u.maximum = natural + u.ldo;
+  u.total = u.maximum + GC_DECODE_ROWS;
+  u.factor = u.total + GC_DECODE_ROWS;
+  u.q = (W*)(u.factor + GC_DECODE_ROWS);
+  u.scale = (float)(float_of(s->scale) * 1.4426950408889634074);
+  u.cap = (float)float_of(s->soft_cap);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t chunk = i / blocks % s->chunks;
+    u.z = i / blocks / s->chunks;
+    u.row0 = i % blocks * GC_DECODE_ROWS;
+    u.rows = min64(GC_DECODE_ROWS, all - u.row0);
+    u.first = chunk * piece;
+    u.last = min64(s->tk, u.first + piece);
+    u.first = max64(u.first, -s->back);  // what no row sees is not read
+    u.last = min64(u.last, s->tq + s->ahead);
+    u.load_queries();
+    if (u.first < u.last) u.run();
+    for (int64_t r = 0; r < u.rows; r++) {
+      const int64_t row = u.row0 + r;
+      if (s->chunks == 1) {
+        from_lane_order<T>(u.out + r * u.ldo, s->dv, natural);
+        put<T>(args, s, u.z, row, natural, u.maximum[r], u.total[r]);
+      } else {
+        float* p = (float*)args->ptr[2] + ((u.z * all + row) * s->chunks + chunk) * record(s->dv);
+        p[0] = u.maximum[r];
+        p[1] = u.total[r];
+        from_lane_order<T>(u.out + r * u.ldo, s->dv, p + HEAD);
+      }
+    }
+  }
+}
+
+template <class T>
+static void merge(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_decode_shape* s = (const gc_decode_shape*)args->imm;
+  if (s->chunks == 1) return;
+  const int64_t all = s->group * s->tq, step = record(s->dv);
+  float* const x = (float*)args->scratch;
+  for (int64_t i = begin; i < end; i++) {
+    const float* p = (const float*)args->ptr[2] + i * s->chunks * step;
+    float most = NEGATIVE_INFINITY, total = 0.0f;
+    for (int64_t c = 0; c < s->chunks; c++) most = p[c * step] > most ? p[c * step] : most;
+    const float base = most == NEGATIVE_INFINITY ? 0.0f : most;
+    for (int64_t j = 0; j < s->dv; j++) x[j] = 0.0f;
+    for (int64_t c = 0; c < s->chunks; c++) {
+      const float* part = p + c * step;
+      const float factor = exp2_negative1(part[0] - base);
+      total += part[1] * factor;
+      for (int64_t j = 0; j < s->dv; j++) x[j] += part[HEAD + j] * factor;
+    }
+    put<T>(args, s, i / all, i % all, x, most, total);
+  }
+}
+
+}  // namespace
+
+#define GC_DECODE(TAG, TYPE)                                                                  \
+  GC_EXPORT void attention_decode_##TAG(const gc_args* args, int64_t begin, int64_t end) {           \
+    decode<TYPE>(args, begin, end);                                                           \
+  }                                                                                           \
+  GC_EXPORT void attention_merge_##TAG(const gc_args* args, int64_t begin, int64_t end) {     \
+    merge<TYPE>(args, begin, end);                                                            \
+  }

@@ -20,6 +20,7 @@ from graphc.ir.types import product, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import is_cast, operand, packet_of, rank
 from passes.fusion.attention_scores import Additive, Scores, Selective, read_scores
+from passes.fusion.attention_sinks import drops_last, read_sinks
 from passes.fusion.forms import same_sizes
 from passes.fusion.norm import cast
 
@@ -46,8 +47,8 @@ class Attention:
 class _Found:
     scores: Scores
     value: Value
-    probabilities: Value
-    safe: bool  # the softmax itself gives zeros for fully masked rows
+    sinks: Value | None
+    safe: bool  # no row without weight gives NaN: the softmax is safe, or there are sinks
 
 
 class _Attention(Rule[_Found]):
@@ -62,24 +63,38 @@ class _Attention(Rule[_Found]):
             return
         if softmax is None or rank(value) < 2:
             return
-        source = softmax.producer
+        source = softmax.value.producer
         assert source is not None
-        for scores in read_scores(source.args[0], facts):
+        logits, sinks = source.args[0], None
+        if softmax.cut:
+            sunk = read_sinks(logits)
+            if sunk is None or isinstance(sunk, Refused):
+                yield sunk or Refused("the last key is left out after the softmax")
+                return
+            logits, sinks = sunk
+        for scores in read_scores(logits, facts):
             if isinstance(scores, Refused):
                 yield scores
-            elif int(source.args[1]) % rank(softmax) != rank(softmax) - 1:
+            elif int(source.args[1]) % rank(softmax.value) != rank(softmax.value) - 1:
                 yield Refused("the softmax is taken over another dimension than the keys")
             else:
-                safe = packet_of(softmax) == "aten._safe_softmax"
-                yield _Found(scores, value, softmax, safe)
+                safe = sinks is not None or packet_of(softmax.value) == "aten._safe_softmax"
+                yield _Found(scores, value, sinks, safe)
 
     def check(self, found: _Found, facts: Facts) -> Refused | None:
         scores = found.scores
         query, key, value = scores.query, scores.key, found.value
         if len({query.type.dtype, key.type.dtype, value.type.dtype}) > 1:
             return Refused("queries, keys and values have different dtypes")
-        if query.type.dtype not in ("float32", "float64", "bfloat16", "float16"):
+        general = found.sinks is not None or scores.soft_cap != 0
+        if query.type.dtype not in ("float32", "bfloat16", "float16") and not (
+            query.type.dtype == "float64" and not general
+        ):
             return Refused(f"it is computed in {query.type.dtype}")
+        if found.sinks is not None and not same_sizes(
+            _spread(found.sinks.type.shape[:-2], scores.batch), scores.batch
+        ):
+            return Refused("the sinks are not one for each head")
         if not same_sizes(query.type.shape[:-2], key.type.shape[:-2]):
             return Refused("queries and keys are broadcast over batch or heads")
         if rank(value) != rank(query) or not same_sizes(
@@ -89,7 +104,7 @@ class _Attention(Rule[_Found]):
         if not same(product(scores.batch), product(query.type.shape[:-2])):
             return Refused("the mask adds batch or heads that the queries do not have")
         for mask in scores.masks:
-            refused = self._mask(mask, query, facts)
+            refused = self._mask(mask, query, facts) or _reshaped(mask, scores.batch)
             if refused is not None:
                 return refused
         return None
@@ -114,12 +129,21 @@ class _Attention(Rule[_Found]):
 
     def rewrite(self, builder: Builder, found: _Found, node: Node) -> Sequence[Value]:
         scores, batch = found.scores, found.scores.batch
-        query = batched(builder, scores.query, batch)
-        key = batched(builder, transposed(builder, scores.key), batch)
-        value = batched(builder, found.value, batch)
+        query = batched(builder, unmerged(scores.query, batch), batch)
+        key = batched(builder, transposed(builder, unmerged(scores.key, batch)), batch)
+        value = batched(builder, unmerged(found.value, batch), batch)
         mask = _merged(builder, scores, query.type.dtype)
         args = [query, key, value] + ([] if mask is None else [mask])
-        made = builder.call1(aten.scaled_dot_product_attention.default, *args, scale=scores.scale)
+        if scores.soft_cap or found.sinks is not None:
+            made = builder.call1(
+                torch.ops.graphc.attention.default, *args, scale=scores.scale,
+                **({"soft_cap": scores.soft_cap} if scores.soft_cap else {}),
+                **({} if found.sinks is None else {"sinks": builder.of(found.sinks)}),
+            )  # fmt: skip
+        else:
+            made = builder.call1(
+                aten.scaled_dot_product_attention.default, *args, scale=scores.scale
+            )
         if not found.safe:
             made = _dead_rows(builder, scores, made)
         if not same_sizes(made.type.shape, node.outputs[0].type.shape):
@@ -127,17 +151,27 @@ class _Attention(Rule[_Found]):
         return [made]
 
 
-def _softmax(value: Any) -> Value | Refused | None:
+@dataclass(frozen=True)
+class _Softmax:
+    value: Value
+    cut: bool  # without its last column
+
+
+def _softmax(value: Any) -> _Softmax | Refused | None:
     """The softmax behind what multiplies the values."""
+    cut = False
     for _ in range(6):
         name = packet_of(value)
         if name in _SOFTMAX:
-            return value if isinstance(value, Value) else None
+            return _Softmax(value, cut) if isinstance(value, Value) else None
         if name in _BESIDE or is_cast(value):
             source = operand(value)
             if name in _BESIDE and not same_sizes(value.type.shape[-2:], source.type.shape[-2:]):
                 return None
             value = source
+            continue
+        if name == "aten.slice" and not cut and drops_last(value):
+            value, cut = operand(value), True
             continue
         if name in ("aten.mul", "aten.where", "aten.masked_fill", "aten.div", "aten.add"):
             inner = [a for a in value.producer.args[:3] if isinstance(_softmax_only(a), Value)]
@@ -166,6 +200,16 @@ def transposed(builder: Builder, value: Value) -> Value:
             return source
         return builder.call1(aten.permute.default, source, merged)
     return builder.call1(aten.permute.default, value, order)
+
+
+def unmerged(value: Value, batch: Sequence[Any]) -> Value:
+    """What a view that joins batch dimensions was made of, where that is in `batch`."""
+    source = value
+    while packet_of(source) in ("aten.view", "aten._unsafe_view", "aten.reshape"):
+        source = operand(source)
+        if same_sizes(source.type.shape, (*batch, *value.type.shape[-2:])):
+            return source
+    return value
 
 
 def batched(builder: Builder, value: Value, batch: Sequence[Any]) -> Value:
@@ -201,9 +245,38 @@ def row_alive(mask: Selective, facts: Facts) -> bool:
     return False
 
 
-def _kept(builder: Builder, mask: Selective) -> Value:
+def _spread(shape: Sequence[Any], batch: Sequence[Any]) -> Sequence[Any]:
+    """The shape with the sizes of `batch` where it has none or 1."""
+    padded = (*[1] * (len(batch) - len(shape)), *shape)
+    return [b if a == 1 else a for a, b in zip(padded, batch, strict=False)]
+
+
+def _plane(mask: Additive | Selective) -> Value:
+    return mask.mask if isinstance(mask, Additive) else mask.condition
+
+
+def _reshaped(mask: Additive | Selective, batch: Sequence[Any]) -> Refused | None:
+    """Why a mask of scores in one shape cannot be seen as one of scores in another, or None."""
+    own = _plane(mask).type.shape[:-2]
+    if same_sizes(mask.batch, batch) or all(d == 1 for d in own) or same_sizes(own, mask.batch):
+        return None
+    return Refused("masks apply to the scores in two shapes")
+
+
+def _in_batch(builder: Builder, mask: Additive | Selective, batch: Sequence[Any]) -> Value:
+    """The mask's tensor, as scores of these batch sizes take it."""
+    value = builder.of(_plane(mask))
+    own = value.type.shape
+    if same_sizes(mask.batch, batch) or len(own) <= 2:
+        return _shaped(builder, value)
+    if all(d == 1 for d in own[:-2]):
+        return viewed(builder, value, own[-2:])
+    return viewed(builder, value, (*batch, *own[-2:]))
+
+
+def _kept(builder: Builder, mask: Selective, batch: Sequence[Any]) -> Value:
     """True where the scores stay."""
-    condition = builder.of(mask.condition)
+    condition = _in_batch(builder, mask, batch)
     return condition if mask.keep else builder.call1(aten.logical_not.default, condition)
 
 
@@ -211,20 +284,20 @@ def _merged(builder: Builder, scores: Scores, dtype: str) -> Value | None:
     """One mask for the operator: boolean if there is only one -inf fill, else additive."""
     masks = scores.masks
     if len(masks) == 1 and isinstance(masks[0], Selective) and masks[0].fill == -math.inf:
-        return _shaped(builder, _kept(builder, masks[0]))
+        return _kept(builder, masks[0], scores.batch)
     total: Value | None = None
     for mask in masks:
         if isinstance(mask, Additive):
-            part = cast(builder, mask.mask, dtype)
+            part = cast(builder, _in_batch(builder, mask, scores.batch), dtype)
             if mask.factor != 1:
                 part = builder.call1(aten.mul.Scalar, part, mask.factor)
         else:
             kind = getattr(torch, dtype)
             zero = builder.call1(aten.scalar_tensor.default, 0.0, dtype=kind)
             fill = builder.call1(aten.scalar_tensor.default, mask.fill, dtype=kind)
-            part = builder.call1(aten.where.self, _kept(builder, mask), zero, fill)
+            part = builder.call1(aten.where.self, _kept(builder, mask, scores.batch), zero, fill)
         total = part if total is None else builder.call1(aten.add.Tensor, total, part)
-    return None if total is None else _shaped(builder, total)
+    return total
 
 
 def _shaped(builder: Builder, mask: Value) -> Value:
@@ -241,7 +314,7 @@ def _dead_rows(builder: Builder, scores: Scores, made: Value) -> Value:
     for mask in scores.masks:
         if not isinstance(mask, Selective) or mask.fill != -math.inf or row_alive(mask, facts):
             continue
-        kept = _shaped(builder, _kept(builder, mask))
+        kept = _kept(builder, mask, scores.batch)
         alive = builder.call1(aten.any.dim, kept, -1, True)
         nan = builder.call1(
             aten.scalar_tensor.default, math.nan, dtype=getattr(torch, made.type.dtype)
@@ -254,7 +327,7 @@ class _Strided(Rule[tuple[Any, ...]]):
     """Attention reads its operands with their strides: copies that only pack them are left out."""
 
     name = "strided_operands"
-    roots = frozenset(("aten.scaled_dot_product_attention",))
+    roots = frozenset(("aten.scaled_dot_product_attention", "graphc.attention"))
 
     def pattern(self, node: Node, facts: Facts) -> Iterator[tuple[Any, ...] | Refused]:
         operands = tuple(_unpacked(a) for a in node.args[:3])

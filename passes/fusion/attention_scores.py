@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphc.ir.graph import Value
+from graphc.ir.types import product, same
 from graphc.rewrite import Facts, Refused
 from graphc.rewrite.facts import operand, packet_of, rank, widened
 from passes.fusion.forms import addends, difference, quotient, same_sizes
 
+_MASK_WITHIN = "the scores are masked before they are capped"
 PRODUCTS = frozenset(("aten.matmul", "aten.bmm", "aten.baddbmm"))
 _VIEWS = frozenset(("aten.view", "aten._unsafe_view", "aten.reshape"))
 _STEPS = frozenset(f"aten.{n}" for n in (
@@ -21,10 +23,11 @@ _STEPS = frozenset(f"aten.{n}" for n in (
 
 @dataclass(frozen=True)
 class Additive:
-    """scores + factor * mask."""
+    """scores + factor * mask. `batch`: sizes before T and S of the scores it is added to."""
 
     mask: Value
-    factor: float = 1.0
+    factor: float
+    batch: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,16 @@ class Selective:
     condition: Value
     keep: bool
     fill: float
+    batch: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Scores:
     """scale * (queries @ keys) with masks, the one nearest to the product first.
 
-    query: [*, T, D]; key: [*, D, S] (as the product reads it); batch: sizes before T and S where
-    the masks apply, which may be those of the product split in two.
+    query: [*, T, D]; key: [*, D, S] (as the product reads it); batch: sizes before T and S of what
+    the softmax takes, which may be those of the product split in two. soft_cap, if not 0: the
+    scores are soft_cap * tanh(scores / soft_cap) before masks.
     """
 
     query: Value
@@ -49,6 +54,7 @@ class Scores:
     scale: float
     masks: tuple[Additive | Selective, ...]
     batch: tuple[Any, ...]
+    soft_cap: float = 0.0
 
 
 def read_scores(value: Value, facts: Facts) -> Iterator[Scores | Refused]:
@@ -59,22 +65,31 @@ def read_scores(value: Value, facts: Facts) -> Iterator[Scores | Refused]:
 
 def _walk(
     value: Value, scale: float, masks: tuple[Additive | Selective, ...], batch: tuple[Any, ...],
-    facts: Facts, depth: int,
+    facts: Facts, depth: int, cap: float = 0.0,
 ) -> Iterator[Scores | Refused]:  # fmt: skip
+    """cap: what multiplies a hyperbolic tangent that was met on the way."""
     value = widened(value)
     name = packet_of(value)
     if name in PRODUCTS:
-        yield from _product(value, scale, masks, batch, facts)
+        for found in _product(value, scale, masks, batch, facts):
+            if cap and isinstance(found, Scores):
+                if len(found.masks) > len(masks):
+                    yield Refused(_MASK_WITHIN)
+                    continue
+                found = replace(found, scale=found.scale * cap, soft_cap=abs(cap))
+            yield found
         return
     if depth == 0 or not leads_to_product(value, depth):
         return
 
     def on(source: Value, factor: float = 1.0, *more: Additive | Selective) -> Any:
-        if more and not same_sizes(value.type.shape[:-2], batch):
+        if more and cap:
+            return iter([Refused(_MASK_WITHIN)])
+        if more and not same(product(value.type.shape[:-2]), product(batch)):
             return iter([Refused("masks apply to the scores in two shapes")])
         # without masks so far, the shape nearest to the product is the one that counts
         inner = batch if masks or more else tuple(source.type.shape[:-2])
-        return _walk(source, scale * factor, (*more, *masks), inner, facts, depth - 1)
+        return _walk(source, scale * factor, (*more, *masks), inner, facts, depth - 1, cap)
 
     divided = quotient(value)
     if name in _VIEWS:
@@ -87,14 +102,20 @@ def _walk(
         yield from on(operand(value))
     elif name == "aten.neg":
         yield from on(operand(value), -1.0)
+    elif name == "aten.tanh" and not cap and scale:
+        yield from _walk(operand(value), 1.0, masks, batch, facts, depth - 1, scale)
     elif divided is not None or name == "aten.mul":
         yield from _scaled(value, facts, depth, on)
     elif name in ("aten.add", "aten.sub"):
-        yield from _added(value, scale, facts, depth, on)
+        yield from _added(value, scale, facts, depth, on, bool(cap))
     elif name in ("aten.where", "aten.masked_fill"):
         yield from _selected(value, facts, depth, on)
     else:
         yield Refused(f"the scores pass through {name.removeprefix('aten.')}")
+
+
+def _outer(scores: Value) -> tuple[Any, ...]:
+    return tuple(scores.type.shape[:-2])
 
 
 def leads_to_product(value: Any, depth: int) -> bool:
@@ -130,7 +151,7 @@ def _scaled(value: Value, facts: Facts, depth: int, on: Any) -> Iterator[Scores 
 
 
 def _added(
-    value: Value, scale: float, facts: Facts, depth: int, on: Any
+    value: Value, scale: float, facts: Facts, depth: int, on: Any, capped: bool
 ) -> Iterator[Scores | Refused]:
     pair, sign = addends(value), 1.0
     if pair is None:
@@ -142,11 +163,14 @@ def _added(
     for scores, mask in orders:
         if isinstance(scores, Value) and leads_to_product(scores, depth - 1):
             if not isinstance(mask, Value):
-                yield from on(scores)  # softmax does not see a number added everywhere
+                if capped:  # a number added everywhere: the softmax does not see it, tanh does
+                    yield Refused(_MASK_WITHIN)
+                else:
+                    yield from on(scores)
             elif rank(mask) > rank(value):
                 yield Refused("the mask has more dimensions than the scores")
             else:
-                yield from on(scores, 1.0, Additive(mask, sign * scale))
+                yield from on(scores, 1.0, Additive(mask, sign * scale, _outer(value)))
             return
 
 
@@ -166,7 +190,7 @@ def _selected(value: Value, facts: Facts, depth: int, on: Any) -> Iterator[Score
     if fill is None:
         yield Refused("masked scores are replaced by a tensor")
     else:
-        yield from on(scores, 1.0, Selective(condition, keep, fill))
+        yield from on(scores, 1.0, Selective(condition, keep, fill, _outer(value)))
 
 
 def _product(
@@ -182,7 +206,7 @@ def _product(
             yield Refused("the product is scaled by a tensor")
             return
         if beta:
-            masks = (Additive(args[0], beta * scale), *masks)
+            masks = (Additive(args[0], beta * scale, _outer(value)), *masks)
         args, scale = args[1:], scale * alpha
     query, key = args[:2]
     if rank(query) < 2 or rank(key) < 2:

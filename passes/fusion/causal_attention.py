@@ -1,21 +1,27 @@
-"""causal_attention: a mask that is a triangle over positions becomes is_causal.
+"""causal_attention: the part of a mask that compares positions becomes an argument of attention.
 
-Half of the products are never computed, and the mask is never stored.
+A triangle is is_causal; a window, another diagonal, or a triangle beside other masks (padding,
+ALiBi) makes graphc.attention with what is left of the mask. Products outside the window are never
+computed, and no T x S mask is stored.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from graphc.ir.graph import Builder, Graph, Node, Value
-from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
-from graphc.rewrite.facts import operand, packet_of, rank
-from passes.simplify.positions import Affine, Positions, is_causal
+import torch
 
-#: an additive mask at least this low leaves no weight to what it masks
-_LOW = -1e30
+from graphc.ir.graph import Builder, Graph, Node, Value
+from graphc.ir.types import same
+from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
+from graphc.rewrite.facts import rank
+from passes.fusion.positional_mask import Window, is_bias, joined, read_mask
+from passes.simplify.positions import Positions
+
+_PLAIN = "aten.scaled_dot_product_attention.default"
 
 
 @dataclass(frozen=True)
@@ -29,56 +35,74 @@ class CausalAttention:
 
 
 @dataclass(frozen=True)
-class _Mask(Rule[bool]):
-    """What was found: whether the attention is causal, or unmasked."""
-
+class _Mask(Rule[Window]):
     positions: Positions
 
     name = "causal_mask"
-    roots = frozenset(("aten.scaled_dot_product_attention",))
+    roots = frozenset(("aten.scaled_dot_product_attention", "graphc.attention"))
 
-    def pattern(self, node: Node, facts: Facts) -> Iterator[bool | Refused]:
+    def pattern(self, node: Node, facts: Facts) -> Iterator[Window | Refused]:
         mask = node.argument("attn_mask")
-        if mask is None or node.argument("is_causal"):
+        plain = node.target == _PLAIN
+        if mask is None or (plain and node.argument("is_causal")):
             return
         number = facts.number(mask)
         if number is not None and number == (1 if mask.type.dtype == "bool" else 0):
-            yield False
+            yield Window()
             return
-        kept = self._kept(mask, facts)
-        if is_causal(kept):
-            yield True
-        elif kept is not None:
-            yield Refused("the mask depends on position, but is no lower triangle")
-
-    def _kept(self, mask: Value, facts: Facts) -> Affine | None:
-        """Where the mask keeps a score, as a condition on positions."""
-        if mask.type.dtype == "bool":
-            return self.positions.condition(mask)
-        while packet_of(mask) in ("aten.expand", "aten.unsqueeze", "aten._to_copy"):
-            mask = operand(mask)
-        if rank(mask) < 2 or packet_of(mask) not in ("aten.where", "aten.masked_fill"):
-            return None
-        arguments: tuple[Any, ...] = mask.producer.args  # type: ignore[union-attr]
-        if packet_of(mask) == "aten.masked_fill":
-            kept, fill, negate = arguments[0], arguments[2], True
-            condition = arguments[1]
-        elif len(arguments) == 3 and facts.number(arguments[1]) == 0:
-            condition, kept, fill, negate = (*arguments, False)
-        elif len(arguments) == 3:
-            condition, fill, kept, negate = (*arguments, True)
+        found = read_mask(mask, self.positions, facts)
+        if not found.rest and not found.bounded():
+            yield found
+        if not found.bounded():
+            return
+        queries, keys = node.args[0].type.shape[-2], node.args[1].type.shape[-2]
+        if same(queries, 1):
+            return  # one row of a mask costs nothing
+        if not plain and (node.argument("back") is not None or node.argument("ahead") is not None):
+            return
+        if plain and _causal(found):
+            yield found
+        elif found.soft and not found.sees_a_key(queries, keys):
+            yield Refused("a query may see no key, and the low scores of the hidden ones count")
+        elif found.soft and not all(is_bias(r, self.positions, facts) for r in found.rest):
+            yield Refused("another mask may hide all keys that are near enough")
+        elif node.args[0].type.dtype not in ("float32", "bfloat16", "float16"):
+            yield Refused(f"the mask is no triangle, and queries are {node.args[0].type.dtype}")
+        elif plain and (node.argument("dropout_p") != 0 or _scale(node) is None):
+            yield Refused("the mask is no triangle, and the attention drops or scales out of reach")
+        elif rank(node.args[0]) > 4:
+            yield Refused("the mask is no triangle, and there are more than two batch dimensions")
         else:
-            return None
-        low = facts.number(fill)
-        if facts.number(kept) != 0 or low is None or low > _LOW:
-            return None
-        found = self.positions.condition(condition)
-        if found is None or not negate:
-            return found
-        return Affine(-found.constant - 1, tuple(-s for s in found.steps))
+            yield found
 
-    def rewrite(self, builder: Builder, found: bool, node: Node) -> Sequence[Value]:
+    def rewrite(self, builder: Builder, found: Window, node: Node) -> Sequence[Value]:
         keywords = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "is_causal")}
-        if found:
-            keywords["is_causal"] = True
-        return builder.call(node.op, *node.args[:3], **keywords)
+        plain = node.target == _PLAIN
+        if plain and not found.bounded():
+            return builder.call(node.op, *node.args[:3], **keywords)
+        if plain and _causal(found):
+            return builder.call(node.op, *node.args[:3], is_causal=True, **keywords)
+        keywords.pop("dropout_p", None)
+        if plain:
+            keywords["scale"] = _scale(node)
+        rest = joined(builder, found.rest)
+        for name, bound in (("back", found.back), ("ahead", found.ahead)):
+            if bound is not None:
+                keywords[name] = bound
+        args = [*node.args[:3], *([] if rest is None else [rest])]
+        return builder.call(torch.ops.graphc.attention.default, *args, **keywords)
+
+
+def _causal(found: Window) -> bool:
+    """Whether torch's is_causal says it all."""
+    return not found.rest and found.back is None and found.ahead is not None and same(
+        found.ahead, 0
+    )  # fmt: skip
+
+
+def _scale(node: Node) -> float | None:
+    scale: Any = node.argument("scale")
+    if scale is None:
+        width = node.args[0].type.shape[-1]
+        scale = 1 / math.sqrt(width) if isinstance(width, int) and width else None
+    return float(scale) if isinstance(scale, int | float) else None

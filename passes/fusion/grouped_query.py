@@ -35,7 +35,7 @@ class _Found:
 
 class _Repeated(Rule[_Found]):
     name = "grouped_query"
-    roots = frozenset(("aten.scaled_dot_product_attention",))
+    roots = frozenset(("aten.scaled_dot_product_attention", "graphc.attention"))
 
     def pattern(self, node: Node, facts: Facts) -> Iterator[_Found | Refused]:
         if node.argument("enable_gqa") or rank(node.args[0]) != 4:
@@ -62,9 +62,11 @@ def unrepeated(value: Value) -> Value | None:
         if node.target == "aten.repeat_interleave.self_int" and node.argument("dim") in (1, -3):
             return _four(operand(value))
         return None
-    if packet_of(value) not in ("aten.view", "aten.reshape", "aten._unsafe_view"):
+    spread = value
+    while packet_of(spread) in ("aten.view", "aten.reshape", "aten._unsafe_view"):
+        spread = operand(spread)
+    if spread is value:
         return None
-    spread = operand(value)
     if packet_of(spread) == "aten.clone":
         spread = operand(spread)
     if packet_of(spread) != "aten.expand" or rank(spread) != 5:

@@ -189,23 +189,27 @@ class FakeContext:
         return self._tensor_view(data.contiguous(), tuple(data.shape))
 
     def epilogue(
-        self, node: Any, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int
-    ) -> Epilogue:
+        self, node: Any, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int,
+        channels_last: bool = False,
+    ) -> Epilogue:  # fmt: skip
         (out,) = self.outputs(node)
         logical = [self.number(d) for d in zmn]
         count = logical[0] * logical[1] * logical[2]
         if count != self.results[0].numel():
             raise AssertionError(f"[Z, M, N] = {logical} is not {tuple(self.results[0].shape)}")
         kind = C_TYPES[self.results[0].dtype]
+        first, step = "(z * M + m0 + r) * N + n0", "i"
+        if channels_last:  # stored row-major all the same
+            first, step = "(z * N + n0) * M + m0 + r", "i * M"
         source = f"""#include "num.h"
 static void store_tile(const gc_args* a, const float* acc, int64_t ld, int64_t z, int64_t m0,
                        int64_t mr, int64_t n0, int64_t nr) {{
   const int64_t M = a->imm[{immediates}], N = a->imm[{immediates + 1}];
   for (int64_t r = 0; r < mr; r++) {{
-    {kind}* out = ({kind}*)a->ptr[{pointers}] + (z * M + m0 + r) * N + n0;
+    {kind}* out = ({kind}*)a->ptr[{pointers}] + {first};
     for (int64_t i = 0; i < nr; i++) {{
       const float x = acc[r * ld + i];
-      out[i] = ({kind})({self.epilogue_expression});
+      out[{step}] = ({kind})({self.epilogue_expression});
     }}
   }}
 }}

@@ -1,45 +1,62 @@
-// Convolution over up to three spatial dimensions, [N, C, D, H, W] -> [N, OC, OD, OH, OW], fp32
-// arithmetic for every storage type; the epilogue sees z = image, m = output channel, n = pixel.
+// Convolution over up to three spatial dimensions of images whose channels are neighbours
+// ([N, D, H, W, C] in memory), by the indirect algorithm: for a block of output pixels a table holds,
+// per tap, the address of the input pixel that each output pixel reads (padding: a pixel of zeros);
+// the micro-kernels multiply through it, so that nothing is copied or padded. Any stride, dilation
+// and padding is only another table. The epilogue sees z = image, m = pixel, n = output channel.
 //
-// Weights are packed rows [group][micro tile][tap][channel][mr], tap = (kd * KH + kh) * KW + kw,
-// mr the rows of the tile (GC_MR in isa.h, even split); see pack_conv_weight in
-// graphc/lowering/templates/pack.py.
+// Weights are packed in panels of 32 output channels, the last panel of a group 16 wide if that is
+// enough, zero-padded; tap = (kd * KH + kh) * KW + kw; see pack_conv_weight in
+// graphc/lowering/templates/pack.py:
+//
+//   fp32  [group][panel][tap][channel][width]
+//   bf16  [group][panel][tap][ceil(channels / 2)][width][2]   (odd: a zero closes the last pair)
 #pragma once
 #include "abi.h"
 
-#define GC_CONV_PANEL 32    // pixels of one unit
-#define GC_CONV_MAX_GROUP 8   // neighbouring units computed together
-#define GC_CONV_CHUNK 1024  // steps of (tap, channel) gathered at once
+#define GC_CONV_PANEL 32   // output channels of one unit
+#define GC_CONV_NARROW 16  // of the last one of a group, if they suffice
+#define GC_CONV_ROWS 14    // pixels of the largest micro tile at any ISA level
 
 struct gc_conv_shape {
   int64_t images, groups, oc, c;  // oc, c: per group
   int64_t in[3], out[3], kernel[3], stride[3], pad[3], dilation[3];
+  int64_t x_n, x_c, x_s[3];  // strides of images, channels and the spatial dimensions
+  int64_t bias_type;         // 0 none, 1 fp32, 2 bf16, 3 fp16
   int64_t transposed;
-  int64_t x_n, x_c;               // strides; the spatial part is row-major
-  int64_t bias_type;              // 0 none, 1 fp32, 2 bf16, 3 fp16
-  int64_t rows;                   // output channels of one unit, a multiple of 42 (14 and 6)
-  int64_t group;                  // neighbouring units computed together
+  int64_t block;             // pixels of one unit, counted on through all images
 };
 
-// ptr = {x, packed weights, bias?}; one unit is (image, group, block of channels, panel of pixels).
+// ptr = {x, packed weights, bias?}, x_c = 1; one unit is (group, block of pixels, panel).
+// scratch: conv_scratch of graphc/lowering/templates/convolution.py.
 #define GC_CONV(name)                                                              \
   extern "C" void gc_conv_##name(const gc_args* args, gc_epilogue epilogue,        \
                                  int64_t begin, int64_t end)
 GC_CONV(f32);
 GC_CONV(bf16);
-GC_CONV(f16);
-// One channel per group and no depth: one unit is (image, channel).
+// Transposed: one unit is (group, phase of the stride, block of pixels of that phase, panel).
+GC_CONV(transposed_f32);
+GC_CONV(transposed_bf16);
+// One channel per group: weights [tap][channel] fp32; one unit is (image, row of the output, panel).
 GC_CONV(depthwise_f32);
 GC_CONV(depthwise_bf16);
 GC_CONV(depthwise_f16);
 
-// One unit is (image, group, block of channels, output row, 32 * stride pixels of it).
-GC_CONV(transposed_f32);
-GC_CONV(transposed_bf16);
-GC_CONV(transposed_f16);
-
-// What packing run-time weights needs; strides in elements.
+// What packing run-time weights needs; strides in elements. One unit is one panel of one group.
 struct gc_conv_pack_shape {
   int64_t groups, oc, c, taps;
   int64_t w_g, w_oc, w_c, w_tap;
 };
+
+// One micro tile: sums[mr][width] = init + pixels x packed weights.
+struct gc_conv_tile {
+  const char* const* pixels;  // [tap][ld]: what each output pixel reads, bytes from `offset` on
+  int64_t ld, taps, offset;
+  int64_t c;                  // channels
+  const char* weights;        // of the first tap and channel
+  int64_t tap_bytes;          // of weights
+  const float* init;          // a row of biases (ldi 0) or earlier sums
+  int64_t ldi;
+  float* sums;                // rows of GC_CONV_PANEL
+};
+extern "C" void gc_conv_tile_f32(const gc_conv_tile* tile, int64_t mr, int64_t width);
+extern "C" void gc_conv_tile_bf16(const gc_conv_tile* tile, int64_t mr, int64_t width);

@@ -36,7 +36,7 @@ void convolve(const gc_args* args, int64_t begin, int64_t end) {
           for (int64_t kw = 0; kw < s->kernel[2]; kw++) {
             const int64_t iw = source(s, 2, ow, kw);
             if (iw < 0) continue;
-            const T* xp = x + (id * s->in[1] + ih) * s->in[2] + iw;
+            const T* xp = x + id * s->x_s[0] + ih * s->x_s[1] + iw * s->x_s[2];
             const T* wp = w + ((kd * s->kernel[1] + kh) * s->kernel[2] + kw) * w_step[3];
             for (int64_t c = 0; c < s->c; c++)
               sum += (A)xp[c * s->x_c] * (A)wp[c * w_step[2]];

@@ -112,11 +112,13 @@ class LoweringContext(Protocol):
         ...
 
     def epilogue(
-        self, node: Node, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int
-    ) -> Epilogue:
-        """The epilogue for `node`, whose result in row-major order is [Z, M, N] = zmn. Covers at
-        least converting and storing the node's own result; may hold a fused elementwise chain.
-        The rule must not call `outputs` then."""
+        self, node: Node, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int,
+        channels_last: bool = False,
+    ) -> Epilogue:  # fmt: skip
+        """The epilogue for `node`, whose result in row-major order is [Z, M, N] = zmn; with
+        channels_last [N, C, *spatial], whose tiles have pixels as rows and channels as columns.
+        Covers at least converting and storing the node's own result; may hold a fused elementwise
+        chain. The rule must not call `outputs` then."""
         ...
 
     def kernel(

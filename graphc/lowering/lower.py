@@ -34,6 +34,7 @@ from graphc.lowering import views
 from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
 from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
+from graphc.lowering.layout import channels_last_strides, channels_last_values
 from graphc.lowering.loop_axes import collapsible, result_axes
 from graphc.lowering.loop_build import build_loop
 from graphc.lowering.loop_codegen import generate
@@ -66,6 +67,7 @@ class Lowering:
         self.tuning = tuning or Tuning()
         self._choices: dict[str, None] = {}  # keys of what the current rule asked
         self.grouping: Grouping = group_nodes(graph)
+        self.channels_last = channels_last_values(graph, self.grouping.kinds)
         self.buffers: list[BufferInfo] = []
         self.steps: list[KernelStep | FallbackStep] = []
         self.constants: list[ConstantInfo] = []
@@ -456,6 +458,11 @@ class Lowering:
             view = self._result_buffers[value]
         else:
             view = self._buffer("arena", -1, value.type, value.name)
+            if value in self.channels_last:
+                order = channels_last_strides(value.type.shape, value.type.dtype)
+                view = view.with_(strides=order)
+                nbytes = product((value.type.shape[0], order[0], itemsize(value.type.dtype)))
+                self.buffers[view.buffer].nbytes = nbytes
             strides = value.type.strides
             if _writes_any_layout(value.producer) and strides is not None:
                 # attention results are read as [B, T, H, D] by what follows: torch's own layout
@@ -507,8 +514,9 @@ class Lowering:
         return view
 
     def epilogue(
-        self, node: Node, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int
-    ) -> Epilogue:
+        self, node: Node, zmn: tuple[Dim, Dim, Dim], pointers: int, immediates: int,
+        channels_last: bool = False,
+    ) -> Epilogue:  # fmt: skip
         """The fused elementwise chain behind a product, as a gc_epilogue."""
         group = self.current
         assert group is not None
@@ -526,6 +534,8 @@ class Lowering:
         if counts is None:
             raise InternalError(f"{node.target} has no epilogue parts")
         parts = result_axes(result.type.shape, counts)
+        if channels_last:
+            parts = parts[0], parts[2], parts[1]
         loop = build_loop(self, group, stored, self.grouping)
         loop = collapsible(loop, parts, self._copied)
         name, source, arguments = generate_epilogue(loop, parts, pointers, immediates)

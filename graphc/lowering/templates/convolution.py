@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from graphc.ir.types import itemsize, same
 from graphc.ir.types import product as product_of
-from graphc.ir.types import same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
+from graphc.lowering.templates.conv_weights import packed_weights, weight_steps
 from graphc.lowering.templates.operand import (
     FAST,
     SIMPLE,
     entry_unit,
     grain_for,
 )
-from graphc.lowering.templates.pack import pack_conv_weight
 
-#: GC_CONV_PANEL, GC_CONV_MAX_GROUP and GC_CONV_CHUNK in conv.h
-PIXELS, MAX_GROUP, CHUNK = 32, 8, 1024
-#: output channels of one unit: many share a gathered panel, few make more units for threads;
-#: multiples of the micro tile's rows at every ISA level (14 and 6)
-ROWS = (504, 252, 168, 84)
-#: units that keep 16 threads busy
-ENOUGH_UNITS = 16
-#: floats of scratch that leave the second-level cache to the weights
-SCRATCH = 1 << 17
-#: floats of a depthwise tile: TILE in conv_depthwise.cpp
-DEPTHWISE_TILE = 4096
+#: GC_CONV_PANEL and GC_CONV_ROWS in conv.h, SEGMENT in conv_depthwise.cpp
+PANEL, TILE, SEGMENT = 32, 14, 112
+#: bytes of input that the pixels of one unit may read: they stay in the second-level cache
+INPUT_BYTES = 1 << 18
+#: pixels of one unit: few where the weights stay in the second-level cache, so that results and
+#: what the epilogue reads are met in long stretches; many where each unit streams the weights again
+WEIGHT_BYTES, FEW, MANY, LEAST = 1 << 18, 112, 224, 56
+#: addresses of one unit's table
+TABLE = 4096
+#: channels below which the taps of a row are read as one stretch of memory
+MERGED_CHANNELS = 8
 BIAS_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
 
 
@@ -42,6 +42,27 @@ class Convolution:
     transposed: bool = False
 
 
+@dataclass(frozen=True)
+class _Geometry:
+    """What the kernel is told: images [N, groups * c, *in], three spatial dimensions, and the
+    weights [groups * oc, c, *kernel] that it reads."""
+
+    x: View
+    oc: int
+    c: int
+    out: tuple[Dim, ...]
+    kernel: tuple[int, ...]
+    conv: Convolution
+
+    @property
+    def taps(self) -> int:
+        return int(product_of(self.kernel))
+
+    @property
+    def depthwise(self) -> bool:
+        return self.c == 1 and self.oc == 1 and self.conv.groups > 1 and not self.conv.transposed
+
+
 def integers(value: Any, rank: int) -> tuple[int, ...]:
     """A list argument of a convolution, one entry per spatial dimension."""
     items = list(value) if isinstance(value, list | tuple) else [value]
@@ -50,37 +71,28 @@ def integers(value: Any, rank: int) -> tuple[int, ...]:
     return tuple(items * rank if len(items) == 1 else items)
 
 
-def third(values: Sequence[Any], fill: Any) -> list[Any]:
+def third(values: Sequence[Any], fill: Any) -> tuple[Any, ...]:
     """Extends per-dimension values to depth, height, width."""
-    return [*[fill] * (3 - len(values)), *values]
+    return (*[fill] * (3 - len(values)), *values)
 
 
-def micro_rows(ctx: LoweringContext) -> int:
-    """Rows of the largest micro tile (GC_MR in isa.h)."""
-    return 14 if ctx.isa == "avx512" else 6
-
-
-def images(ctx: LoweringContext, value: Any, rank: int) -> View:
-    """The input as [N, C, *spatial], a copy only if its spatial part is not row-major."""
-    view = ctx.view(value)
-    running: Dim = 1
-    for i in range(-1, -rank - 1, -1):
-        if ctx.static(view.shape[i]) != 1 and not same(view.strides[i], running):
-            view = ctx.contiguous(value)
-            break
-        running = running * view.shape[i]
-    if len(view.shape) == rank + 1:  # without a batch
-        view = view.with_(shape=(1, *view.shape), strides=(0, *view.strides))
-    return view
+def images(view: View, rank: int) -> View:
+    """The input as [N, C, D, H, W]."""
+    shape, strides = view.shape, view.strides
+    if len(shape) == rank + 1:  # without a batch
+        shape, strides = (1, *shape), (0, *strides)
+    return view.with_(
+        shape=(*shape[:2], *third(shape[2:], 1)), strides=(*strides[:2], *third(strides[2:], 0))
+    )
 
 
 def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None:
-    """Emits the Steps of one convolution: packing of run-time weights and the kernel itself.
+    """Emits the Steps of one convolution: packing of run-time weights, reordering of an input
+    whose channels are no neighbours, and the kernel itself.
 
     Raises Refuse for dtypes without a kernel and for symbolic kernel sizes.
     """
-    weight_value, bias_value = node.args[1], node.argument("bias")
-    w = ctx.view(weight_value)
+    w = ctx.view(node.args[1])
     rank = len(w.shape) - 2
     if not 1 <= rank <= 3:
         raise Refuse(f"convolution over {rank} dimensions")
@@ -88,73 +100,74 @@ def emit_convolution(ctx: LoweringContext, node: Any, conv: Convolution) -> None
     if any(d is None for d in kernel):
         raise Refuse("convolution with symbolic weight sizes")
     sizes = [int(d or 0) for d in kernel]
-    x = images(ctx, node.args[0], rank)
+    x = images(ctx.view(node.args[0]), rank)
     if x.dtype != w.dtype:
         raise Refuse(f"convolution of {x.dtype} with weights of {w.dtype}")
-    groups = conv.groups
     if conv.transposed:
-        c, oc = sizes[0] // groups, sizes[1]
+        c, oc = sizes[0] // conv.groups, sizes[1]
     else:
-        c, oc = sizes[1], sizes[0] // groups
-    taps = int(product_of(sizes[2:]))
-    out_shape = node.outputs[0].type.shape
-    spatial = list(out_shape[-rank:])
+        c, oc = sizes[1], sizes[0] // conv.groups
+    bias_value = node.argument("bias")
     bias = None if bias_value is None else ctx.contiguous(bias_value)
     if bias is not None and x.dtype in FAST and bias.dtype not in BIAS_TYPES:
         raise Refuse(f"convolution bias of {bias.dtype}")
-    panels = x.shape[0] * groups * ceildiv(product_of(spatial), PIXELS)
-    known = ctx.static(panels)
-    rows = next(
-        (r for r in ROWS if known is None or known * ceildiv(oc, r) >= ENOUGH_UNITS), ROWS[-1]
-    )
-    if conv.transposed:
-        rows = ROWS[-1]
-    steps = min(CHUNK, c * taps) + 1 + min(oc, rows)
-    group = max(1, min(MAX_GROUP, SCRATCH // (PIXELS * steps)))
-    shape: list[Dim] = [
-        x.shape[0], groups, oc, c, *third(x.shape[2:], 1), *third(spatial, 1),
-        *third(sizes[2:], 1), *third(conv.stride, 1), *third(conv.padding, 0),
-        *third(conv.dilation, 1), int(conv.transposed), x.strides[0], x.strides[1],
-        0 if bias is None else BIAS_TYPES.get(bias.dtype, 1), rows, group,
-    ]  # fmt: skip
-    if x.dtype in SIMPLE:
-        emit_simple(ctx, node, conv, x, bias, shape, sizes)
-        return
-    if x.dtype not in FAST:
-        raise Refuse(f"no convolution kernel for {x.dtype}")
-    kind = FAST[x.dtype]
-    strides = weight_steps(conv, sizes)
-    weights = packed_weights(ctx, node, conv, kind, strides, (oc, c, taps))
-    z, channels, pixels = x.shape[0], groups * oc, product_of(spatial)
-    pointers = [x, weights, *([bias] if bias is not None else [])]
-    epilogue = ctx.epilogue(node, (z, channels, pixels), len(pointers), len(shape))
-    depthwise = (
-        c == 1 and oc == 1 and not conv.transposed and sizes[2:-2] in ([], [1])
-        and third(conv.padding, 0)[0] == 0 and third(conv.stride, 1)[0] == 1
-        and ctx.static(third(x.shape[2:], 1)[0]) == 1
+    spatial = tuple(node.outputs[0].type.shape[-rank:])
+    conv = replace(
+        conv, stride=third(conv.stride, 1), padding=third(conv.padding, 0),
+        dilation=third(conv.dilation, 1),
     )  # fmt: skip
-    pieces = 1
-    if depthwise:
-        name, function = "conv_depthwise", f"gc_conv_depthwise_{kind}"
-        range_: Dim = z * groups
-        work = pixels * taps
-        scratch = depthwise_scratch(third(spatial, 1), third(sizes[2:], 1), conv)
-    elif conv.transposed:
-        name, function = "conv_transposed", f"gc_conv_transposed_{kind}"
-        phases = conv.stride[-1]
-        segment = PIXELS * phases
-        range_ = (
-            z * groups * ceildiv(oc, rows) * product_of(spatial[:-1])
-            * ceildiv(spatial[-1], segment)
-        )  # fmt: skip
-        work = min(oc, rows) * PIXELS * c * taps
-        scratch = 4 * PIXELS * (128 + 2 * min(oc, rows) * phases)
+    geometry = _Geometry(x, oc, c, third(spatial, 1), third(sizes[2:], 1), conv)
+    if x.dtype in SIMPLE:
+        emit_simple(ctx, node, geometry, bias, sizes)
+    elif x.dtype in FAST:
+        emit_fast(ctx, node, geometry, bias, sizes)
     else:
-        name, function = "conv", f"gc_conv_{kind}"
-        range_ = panels * ceildiv(oc, rows)
-        pieces = group if known is None or known >= ENOUGH_UNITS * group else 1
-        work = min(oc, rows) * PIXELS * c * taps
-        scratch = 4 * (PIXELS * group * steps + CHUNK * 14 // 2)
+        raise Refuse(f"no convolution kernel for {x.dtype}")
+
+
+def emit_fast(
+    ctx: LoweringContext, node: Any, g: _Geometry, bias: View | None, sizes: Sequence[int]
+) -> None:
+    """The kernels for float32, bfloat16 and float16."""
+    storage, conv = g.x.dtype, g.conv
+    depthwise = g.depthwise
+    constant = ctx.weight(node.args[1])
+    merged = (
+        conv.groups == 1 and not conv.transposed and constant is not None
+        and g.c <= MERGED_CHANNELS and g.kernel[2] > 1 and conv.dilation[2] == 1
+    )  # fmt: skip
+    widened = storage == "float16" and not depthwise
+    taps, pixels, channels = g.taps, product_of(g.out), conv.groups * g.oc
+    flops = 2 * g.x.shape[0] * channels * pixels * g.c * taps
+    if merged or widened or not (same(g.x.strides[1], 1) or same(g.x.shape[1], 1)):
+        g = arranged(ctx, node, g, merged)
+    kind = FAST[g.x.dtype]
+    weights = packed_weights(
+        ctx, node, storage, kind, conv.groups, conv.transposed, sizes, merged, depthwise
+    )
+    z = g.x.shape[0]
+    block = unit_pixels(ctx, g, z * product_of(g.out))
+    pointers = [g.x, weights, *([bias] if bias is not None else [])]
+    immediates = immediates_of(g, bias, block)
+    epilogue = ctx.epilogue(
+        node, (z, pixels, channels), len(pointers), len(immediates), channels_last=True
+    )
+    panels = ceildiv(conv.groups if depthwise else g.oc, PANEL)
+    units = ["conv_micro"]
+    if depthwise:
+        name, range_ = "conv_depthwise", z * g.out[0] * g.out[1] * panels
+        work, units = g.out[2] * PANEL * taps, []
+        scratch = 4 * (SEGMENT * PANEL + PANEL) + 8 * g.kernel[0] * g.kernel[1]
+    elif conv.transposed:
+        name = "conv_transposed"
+        grid = [ceildiv(o, s) for o, s in zip(g.out, conv.stride, strict=True)]
+        blocks = ceildiv(z * product_of(grid), block)
+        range_ = conv.groups * product_of(conv.stride) * blocks * panels
+        work, scratch = PANEL * block * g.c * taps, unit_scratch(g, block)
+    else:
+        name, range_ = "conv", conv.groups * ceildiv(z * pixels, block) * panels
+        work, scratch = PANEL * block * g.c * g.taps, unit_scratch(g, block)
+    function = f"gc_{name}_{kind}"
     text = f"""#include "conv.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
@@ -166,97 +179,108 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         unit,
         symbol,
         pointers=[*pointers, *epilogue.pointers],
-        immediates=[*shape, *epilogue.immediates],
+        immediates=[*immediates, *epilogue.immediates],
         reads=[*pointers, *epilogue.reads],
         writes=epilogue.writes,
         range=range_,
-        grain=max(grain_for(ctx, work, 16), pieces),
+        grain=grain_for(ctx, work, 16),
         scratch=scratch,
         label=node.name,
-        flops=2 * z * channels * pixels * c * taps,
-        units=[Unit(name, ctx.header(f"{name}.cpp"))],
+        flops=flops,
+        units=[Unit(part, ctx.header(f"{part}.cpp")) for part in (name, *units)],
     )
 
 
-def depthwise_scratch(out: Sequence[Dim], kernel: Sequence[int], conv: Convolution) -> Dim:
-    """Bytes for the tile and the padded plane of `Plane` in conv_depthwise.cpp."""
-    _, height, width = out
-    stride, dilation = third(conv.stride, 1), third(conv.dilation, 1)
-    phase = width + 16 + (kernel[2] - 1) * dilation[2] // stride[2] + 1 + 16
-    rows = (height - 1) * stride[1] + (kernel[1] - 1) * dilation[1] + 1
-    return 4 * (DEPTHWISE_TILE + width + phase * stride[2] * rows)
+def immediates_of(g: _Geometry, bias: View | None, block: int) -> list[Dim]:
+    """gc_conv_shape of conv.h."""
+    conv, x = g.conv, g.x
+    return [
+        x.shape[0], conv.groups, g.oc, g.c, *x.shape[2:], *g.out, *g.kernel, *conv.stride,
+        *conv.padding, *conv.dilation, x.strides[0], x.strides[1], *x.strides[2:],
+        0 if bias is None else BIAS_TYPES.get(bias.dtype, 1), int(conv.transposed), block,
+    ]  # fmt: skip
 
 
-def weight_steps(conv: Convolution, sizes: Sequence[int]) -> list[int]:
-    """Strides of contiguous weights over (group, output channel, channel, tap)."""
-    taps = int(product_of(sizes[2:]))
-    if conv.transposed:  # [groups * C, OC, *kernel]
-        c = sizes[0] // conv.groups
-        return [c * sizes[1] * taps, taps, sizes[1] * taps, 1]
-    return [sizes[0] // conv.groups * sizes[1] * taps, sizes[1] * taps, taps, 1]
+def unit_pixels(ctx: LoweringContext, g: _Geometry, pixels: Dim) -> int:
+    """Pixels of one unit; an even split where their number is known."""
+    width = itemsize(g.x.dtype)
+    step = 1 if g.conv.transposed else int(product_of(g.conv.stride))
+    weights = g.oc * g.c * g.taps * width
+    most = FEW if weights <= WEIGHT_BYTES else MANY
+    block = max(LEAST, min(most, INPUT_BYTES // max(1, g.c * width * step)))
+    block = max(TILE, min(block, TABLE // g.taps) // TILE * TILE)
+    known = ctx.static(pixels)
+    if known is None or known <= 0:
+        return block
+    count = ceildiv(known, block)
+    return min(known, ceildiv(ceildiv(known, count), TILE) * TILE)
 
 
-def packed_weights(
-    ctx: LoweringContext,
-    node: Any,
-    conv: Convolution,
-    kind: str,
-    steps: Sequence[int],
-    sizes: tuple[int, int, int],
-) -> View:
-    """The weights in the kernel's layout, fp32: packed now if constant, else by a Step."""
-    oc, c, taps = sizes
-    constant = ctx.weight(node.args[1])
-    if constant is not None:
-        if conv.transposed:
-            per_group = constant.reshape(conv.groups, c, oc, *constant.shape[2:])
-            constant = per_group.transpose(1, 2).reshape(conv.groups * oc, c, *constant.shape[2:])
-        data = pack_conv_weight(constant, conv.groups, micro_rows(ctx))
-        return ctx.constant(f"{node.name}.weight", data, layout=f"conv{micro_rows(ctx)}")
-    source = ctx.contiguous(node.args[1])
-    workspace = ctx.workspace([conv.groups * oc * c * taps], "float32")
+def unit_scratch(g: _Geometry, block: int) -> Dim:
+    """Bytes of `Scratch` in conv_common.h, and the places of a transposed convolution's pixels."""
+    zeros = (g.c + 1) * itemsize(g.x.dtype)
+    return 4 * (TILE * PANEL + PANEL) + 8 * (g.taps + 1) * block + zeros + 8
+
+
+def arranged(ctx: LoweringContext, node: Any, g: _Geometry, merged: bool) -> _Geometry:
+    """The input with neighbouring channels, in fp32 if it was fp16. Merged: its rows hold their
+    padding, so that the taps of a row are one stretch of memory, one tap of more channels."""
+    x, conv = g.x, g.conv
+    n, channels, depth, height, width = x.shape
+    left = 0
+    wide: Dim = width
+    if merged:
+        left = conv.padding[2]
+        wide = (g.out[2] - 1) * conv.stride[2] + g.kernel[2]
+    dtype = "float32" if x.dtype == "float16" else x.dtype
+    copy = ctx.workspace([n, depth, height, wide, channels], dtype)
     ctx.kernel(
-        Unit("conv", ctx.header("conv.cpp")),
-        f"gc_conv_pack_{kind}",
-        pointers=[source, workspace],
-        immediates=[conv.groups, oc, c, taps, *steps],
-        reads=[source],
-        writes=[workspace],
-        range=conv.groups,
-        grain=max(1, (1 << 14) // max(1, oc * c * taps)),
-        label=f"{node.name}.pack",
+        Unit("conv_arrange", ctx.header("conv_arrange.cpp")),
+        f"gc_conv_arrange_{FAST[x.dtype]}",
+        pointers=[x, copy],
+        immediates=[
+            channels, depth, height, width, x.strides[0], x.strides[1], *x.strides[2:], left, wide,
+        ],
+        reads=[x],
+        writes=[copy],
+        range=n * depth * height,
+        grain=grain_for(ctx, channels * wide, 16),
+        label=f"{node.name}.arrange",
+    )  # fmt: skip
+    order = (0, 4, 1, 2, 3)
+    view = copy.with_(
+        shape=tuple(copy.shape[d] for d in order), strides=tuple(copy.strides[d] for d in order)
     )
-    return workspace
+    if not merged:
+        return replace(g, x=view)
+    return replace(
+        g, x=view, c=g.c * g.kernel[2], kernel=(*g.kernel[:2], 1),
+        conv=replace(conv, padding=(*conv.padding[:2], 0)),
+    )  # fmt: skip
 
 
 def emit_simple(
-    ctx: LoweringContext,
-    node: Any,
-    conv: Convolution,
-    x: View,
-    bias: View | None,
-    shape: Sequence[Dim],
-    sizes: Sequence[int],
+    ctx: LoweringContext, node: Any, g: _Geometry, bias: View | None, sizes: Sequence[int]
 ) -> None:
     """float64 and integer convolution by plain loops."""
-    w = ctx.contiguous(node.args[1])
+    x, w = g.x, ctx.contiguous(node.args[1])
     if bias is not None and bias.dtype != x.dtype:
         raise Refuse(f"bias of {bias.dtype} for a convolution of {x.dtype}")
     (out,) = ctx.outputs(node)
     reads = [x, w, *([bias] if bias is not None else [])]
-    spatial = node.outputs[0].type.shape[-(len(sizes) - 2) :]
-    channels = shape[1] * shape[2]
     ctx.kernel(
         Unit("conv_simple", ctx.header("conv_simple.cpp")),
         f"gc_conv_simple_{SIMPLE[x.dtype]}",
         pointers=[*reads, out],
-        immediates=[*shape, *weight_steps(conv, sizes)],
+        immediates=[
+            *immediates_of(g, bias, 1), *weight_steps(g.conv.groups, g.conv.transposed, sizes),
+        ],
         reads=reads,
         writes=[out],
-        range=x.shape[0] * channels * product_of(spatial[:-1]),
+        range=x.shape[0] * g.conv.groups * g.oc * product_of(g.out[:2]),
         grain=8,
         label=node.name,
-    )
+    )  # fmt: skip
 
 
 def constant_weight_rank(node: Any) -> int:

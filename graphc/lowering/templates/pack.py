@@ -31,20 +31,3 @@ def pack_weight(weight: torch.Tensor) -> tuple[torch.Tensor, str]:
     if weight.dtype == torch.bfloat16:
         return pair_panels(weight), "pair_panels32"
     return panels(weight), "panels32"
-
-
-def pack_conv_weight(weight: torch.Tensor, groups: int, rows: int) -> torch.Tensor:
-    """[groups * OC, C, *kernel] -> fp32, flat: [group][micro tile][tap][channel][mr].
-
-    rows is the largest micro tile of the ISA level (14 for avx512, else 6); OC is split evenly
-    over ceil(OC / rows) tiles of mr rows. Layout in graphc/kernels/conv.h.
-    """
-    oc = weight.shape[0] // groups
-    taps = weight.reshape(groups, oc, weight.shape[1], -1).to(torch.float32)
-    tiles = -(-oc // rows)
-    bounds = [t * oc // tiles for t in range(tiles + 1)]
-    parts = [
-        taps[:, begin:end].permute(0, 3, 2, 1).reshape(groups, -1)
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
-    return torch.cat(parts, dim=1).reshape(-1).contiguous()

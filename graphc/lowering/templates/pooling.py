@@ -1,7 +1,8 @@
-"""Pooling and the folding of windows into columns (kernels/max_pool.cpp, avg_pool.cpp, fold.cpp).
+"""Pooling and the folding of windows into columns (kernels/max_pool.cpp, avg_pool.cpp, fold.cpp,
+and pool_last.cpp where channels are neighbours in memory).
 
-Inputs are [N, C, spatial...] or [C, spatial...] with one to three spatial dimensions, row-major;
-lower ranks get sizes of 1 in front.
+Inputs are [N, C, spatial...] or [C, spatial...] with one to three spatial dimensions, row-major or
+channels last; lower ranks get sizes of 1 in front.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphc.ir.types import product
+from graphc.ir.types import is_row_major, product
 from graphc.lowering.context import Dim, LoweringContext, View, rule
 from graphc.lowering.templates.strided import (
     bytes_tag,
@@ -76,6 +77,46 @@ def _emit(
     )
 
 
+#: modes of pool_last.cpp
+MAXIMUM, MEAN, ADAPTIVE_MEAN = range(3)
+
+
+def image_strides(view: View, rank: int) -> list[Dim]:
+    """Strides of images, channels, depth, height, width."""
+    return [*view.strides[:2], *[0] * (3 - rank), *view.strides[2:]]
+
+
+def _pool_last(
+    ctx: LoweringContext,
+    node: Node,
+    mode: int,
+    out: View,
+    window: Sequence[Sequence[int]],
+    padded: bool = False,
+    divisor: int = 0,
+) -> None:
+    """Pooling into memory whose channels are neighbours; window: kernel, stride, padding and
+    dilation in three dimensions."""
+    rank = spatial_rank(node)
+    src = ctx.view(node.argument("self"))
+    _, size, result = boxes(src, out, rank)
+    n, channels = out.shape[:2]
+    _, *steps = image_strides(out, rank)
+    _emit(
+        ctx,
+        "pool_last",
+        f"gc_pool_last_{float_tag(src.dtype)}",
+        src,
+        [out],
+        [
+            mode, channels, *size, *result, *(i for items in window for i in items), int(padded),
+            divisor, *image_strides(src, rank), out.strides[0], *steps[1:],
+        ],
+        n * result[0] * result[1],
+        result[2] * channels * product(window[0]),
+    )  # fmt: skip
+
+
 @rule(
     "aten.max_pool1d.default",
     "aten.max_pool2d.default",
@@ -87,11 +128,14 @@ def _emit(
 def max_pool(ctx: LoweringContext, node: Node) -> None:
     """Maxima of windows, and on demand their flat indices in the plane."""
     rank = spatial_rank(node)
-    src = ctx.contiguous(node.argument("self"))
     values, *places = ctx.outputs(node)
-    planes, size, out = boxes(src, values, rank)
     kernel, stride, padding = _window(node, rank)
     dilation = spread(node.argument("dilation"), rank, 1)
+    if not is_row_major(values.shape, values.strides):
+        _pool_last(ctx, node, MAXIMUM, values, (kernel, stride, padding, dilation))
+        return
+    src = ctx.contiguous(node.argument("self"))
+    planes, size, out = boxes(src, values, rank)
     _emit(
         ctx,
         "max_pool",
@@ -109,11 +153,16 @@ def max_pool(ctx: LoweringContext, node: Node) -> None:
 def avg_pool(ctx: LoweringContext, node: Node) -> None:
     """Means of windows."""
     rank = spatial_rank(node)
-    src = ctx.contiguous(node.argument("self"))
     (result,) = ctx.outputs(node)
-    planes, size, out = boxes(src, result, rank)
     kernel, stride, padding = _window(node, rank)
     divisor = node.argument("divisor_override") if rank > 1 else None
+    if not is_row_major(result.shape, result.strides):
+        padded = bool(node.argument("count_include_pad"))
+        window = (kernel, stride, padding, [1, 1, 1])
+        _pool_last(ctx, node, MEAN, result, window, padded, divisor or 0)
+        return
+    src = ctx.contiguous(node.argument("self"))
+    planes, size, out = boxes(src, result, rank)
     _emit(
         ctx,
         "avg_pool",
@@ -143,10 +192,13 @@ def avg_pool(ctx: LoweringContext, node: Node) -> None:
 def adaptive_pool(ctx: LoweringContext, node: Node) -> None:
     """Means or maxima of the windows that give an output of a chosen size."""
     rank = spatial_rank(node)
-    src = ctx.contiguous(node.argument("self"))
     maximum = "max" in str(node.op)
-    suffix = tag(src.dtype) if maximum else float_tag(src.dtype)
     made = ctx.outputs(node)
+    if not is_row_major(made[0].shape, made[0].strides):
+        _pool_last(ctx, node, ADAPTIVE_MEAN, made[0], ([1, 1, 1], [1, 1, 1], [0] * 3, [1, 1, 1]))
+        return
+    src = ctx.contiguous(node.argument("self"))
+    suffix = tag(src.dtype) if maximum else float_tag(src.dtype)
     planes, size, out = boxes(src, made[0], rank)
     inputs = product(size)
     per_row = ctx.static(inputs)

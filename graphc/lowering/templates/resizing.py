@@ -1,11 +1,13 @@
-"""Interpolation and grid sampling (kernels/resize.cpp)."""
+"""Interpolation and grid sampling (kernels/resize.cpp, resize_last.cpp where channels are neighbours)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphc.lowering.context import Dim, LoweringContext, Refuse, rule
-from graphc.lowering.templates.pooling import boxes, spatial_rank
+from graphc.ir.types import is_row_major
+from graphc.lowering.context import Dim, LoweringContext, Refuse, View, rule
+from graphc.lowering.templates.pooling import boxes, image_strides, spatial_rank
 from graphc.lowering.templates.strided import bytes_tag, float_bits, float_tag, grain, unit
 
 if TYPE_CHECKING:
@@ -33,8 +35,11 @@ def _emit(ctx: LoweringContext, node: Node, symbol: str, flag: bool) -> None:
     rank = spatial_rank(node)
     name = "input" if str(node.op).endswith(".vec") else "self"
     scales = _scales(node, rank)
-    src = ctx.contiguous(node.argument(name))
     (result,) = ctx.outputs(node)
+    if not is_row_major(result.shape, result.strides):
+        _emit_last(ctx, ctx.view(node.argument(name)), result, rank, symbol, [*scales, int(flag)])
+        return
+    src = ctx.contiguous(node.argument(name))
     planes, size, out = boxes(src, result, rank)
     immediates: list[Dim] = [*size, *out, *scales, int(flag)]
     ctx.kernel(
@@ -49,6 +54,30 @@ def _emit(ctx: LoweringContext, node: Node, symbol: str, flag: bool) -> None:
         scratch=48 * out[2] + 8 * size[2],
         label=symbol.removeprefix("gc_"),
     )
+
+
+def _emit_last(
+    ctx: LoweringContext, src: View, out: View, rank: int, symbol: str, options: Sequence[Dim]
+) -> None:
+    """Into memory whose channels are neighbours."""
+    _, size, result = boxes(src, out, rank)
+    n, channels = out.shape[:2]
+    _, *steps = image_strides(out, rank)
+    kind = symbol.split("_")[1]
+    ctx.kernel(
+        unit(ctx, "resize_last"),
+        f"gc_{kind}_last_{float_tag(src.dtype)}",
+        pointers=[src, out],
+        immediates=[
+            *size, *result, *options, channels, *image_strides(src, rank), out.strides[0],
+            *steps[1:],
+        ],
+        reads=[src],
+        writes=[out],
+        range=n * result[0] * result[1],
+        grain=grain(ctx, result[2] * channels),
+        label=f"{kind}_last",
+    )  # fmt: skip
 
 
 @rule(

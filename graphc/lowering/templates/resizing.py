@@ -1,4 +1,4 @@
-"""Interpolation and grid sampling (kernels/resize.cpp, resize_last.cpp where channels are neighbours)."""
+"""Interpolation and grid sampling (kernels/resize.cpp, resize_last.cpp for channels last)."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ OURS = "graphc"
 GEOMETRIC_MEAN = 1.35
 #: of a decode step in bf16: over the careful formulations, over attention as people write it
 CAREFUL, AS_WRITTEN = 2.4, 6.0
+#: relative error from which on a result is wrong, not imprecise
+WRONG = 0.1
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,16 @@ def _times(row: dict[str, Any], threads: int) -> dict[str, float]:
 
 def _peers(key: str, rows: dict[str, Any], threads: int) -> dict[str, float]:
     times = _times(rows[key], threads) if key in rows else {}
-    return {name: value for name, value in times.items() if name != OURS}
+    return {
+        name: value
+        for name, value in times.items()
+        if name != OURS and not _wrong(rows[key]["runtimes"][name])
+    }
+
+
+def _wrong(item: dict[str, Any]) -> bool:
+    """Whether a runtime computes something else: it does not count then."""
+    return "mismatch" in item or item.get("error", 0.0) > WRONG
 
 
 def _judge(key: str, rows: dict[str, Any]) -> Judged:

@@ -286,6 +286,7 @@ def _openvino(job: Job) -> Call:
     count = len(compiled.outputs)
 
     def call() -> object:
+        assert feeds  # the request reads them where they are: they must live as long
         request.infer()
         return [request.get_output_tensor(i).data for i in range(count)]
 

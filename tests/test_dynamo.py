@@ -1,4 +1,4 @@
-"""torch.compile(model, backend="graphc") and graphc.compile(module)."""
+"""torch.compile(model, backend="graphc")."""
 
 from __future__ import annotations
 

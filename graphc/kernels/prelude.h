@@ -5,11 +5,15 @@
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
-#include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#include <algorithm>
+// The C++17 functions of libstdc++'s <cmath> that no kernel calls (Bessel, Legendre, ...) take half
+// as long to parse as <immintrin.h>.
+#include <cstddef>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#include <math.h>
 
 #include "abi.h"
 #include "num.h"

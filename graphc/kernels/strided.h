@@ -81,8 +81,12 @@ template <class T> static inline bool is_nan(T v) { return v != v; }
 
 }  // namespace gc
 
+// The kernels of a file for each dtype it takes. A unit for one dtype alone (templates/strided.py)
+// comes with lists of its own.
+#ifndef GC_ONE_DTYPE
 #define GC_FOR_FLOATS(M) M(f32, float) M(f64, double) M(bf16, gc::bf16) M(f16, gc::f16)
 #define GC_FOR_INTS(M) \
   M(u8, uint8_t) M(i8, int8_t) M(i16, int16_t) M(i32, int32_t) M(i64, int64_t)
 #define GC_FOR_ALL(M) GC_FOR_FLOATS(M) GC_FOR_INTS(M)
 #define GC_FOR_BYTES(M) M(b1, uint8_t) M(b2, uint16_t) M(b4, uint32_t) M(b8, uint64_t)
+#endif

@@ -78,7 +78,7 @@ def emit_gather(
     for index, column in zip(indices, columns, strict=True):
         immediates += [SIZES[index.view.dtype], index.stride, index.size, *column]
     ctx.kernel(
-        unit(ctx, "gather"),
+        unit(ctx, "gather", bytes_tag(out.dtype)),
         f"gc_gather_{bytes_tag(out.dtype)}",
         pointers=[src, out, *(index.view for index in indices)],
         immediates=immediates,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _emit(ctx: LoweringContext, symbol: str, src: View, results: list[View], dim: int) -> None:
     outer, n, inner = around(src.shape, dim)
     ctx.kernel(
-        unit(ctx, "scan"),
+        unit(ctx, "scan", symbol.rpartition("_")[2]),
         symbol,
         pointers=[src, *results],
         immediates=[n, inner],

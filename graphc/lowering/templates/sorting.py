@@ -34,7 +34,7 @@ def emit_sort(
     """values, indices = the stable sort of contiguous `src` along `dim`."""
     outer, n, inner = around(src.shape, dim)
     ctx.kernel(
-        unit(ctx, "sort"),
+        unit(ctx, "sort", tag(src.dtype)),
         f"gc_sort_{tag(src.dtype)}",
         pointers=[src, values, indices],
         immediates=[n, inner, int(descending)],
@@ -84,7 +84,7 @@ def topk(ctx: LoweringContext, node: Node) -> None:
     outer, n, inner = around(src.shape, dim)
     k: Dim = values.shape[dim] if values.shape else 1
     ctx.kernel(
-        unit(ctx, "sort"),
+        unit(ctx, "sort", tag(src.dtype)),
         f"gc_topk_{tag(src.dtype)}",
         pointers=[src, values, indices],
         immediates=[
@@ -111,7 +111,7 @@ def _emit_kth(
     values = made[0]
     indices = made[1] if len(made) > 1 else ctx.workspace([outer, inner], "int64")
     ctx.kernel(
-        unit(ctx, "sort"),
+        unit(ctx, "sort", tag(src.dtype)),
         f"gc_kth_{tag(src.dtype)}",
         pointers=[src, values, indices],
         immediates=[n, inner, k, int(median)],
@@ -151,7 +151,7 @@ def _search(
     shared = len(sequence.shape) == 1
     pointers = [sequence, values, out, sorter or sequence]
     ctx.kernel(
-        unit(ctx, "sort"),
+        unit(ctx, "sort", tag(values.dtype)),
         f"gc_search_{tag(values.dtype)}",
         pointers=pointers,
         immediates=[

@@ -29,6 +29,17 @@ TAGS = {
     "int64": "i64",
     "bool": "u8",
 }
+#: suffix -> C++ type, and the lists of kernels/strided.h that hold it
+_LISTS = {
+    **{tag: (tag_type, ("FLOATS", "ALL")) for tag, tag_type in (
+        ("f32", "float"), ("f64", "double"), ("bf16", "gc::bf16"), ("f16", "gc::f16"),
+    )},
+    **{tag: (tag_type, ("INTS", "ALL")) for tag, tag_type in (
+        ("u8", "uint8_t"), ("i8", "int8_t"), ("i16", "int16_t"), ("i32", "int32_t"),
+        ("i64", "int64_t"),
+    )},
+    **{f"b{size}": (f"uint{8 * size}_t", ("BYTES",)) for size in (1, 2, 4, 8)},
+}  # fmt: skip
 #: bytes of an item
 SIZES = {
     "float32": 4,
@@ -95,9 +106,21 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def unit(ctx: LoweringContext, name: str) -> Unit:
-    """The constant unit graphc/kernels/<name>.cpp."""
-    return Unit(name, ctx.header(f"{name}.cpp"))
+def unit(ctx: LoweringContext, name: str, only: str = "") -> Unit:
+    """The constant unit graphc/kernels/<name>.cpp.
+
+    only: the suffix of one dtype, to compile its kernels alone: for files whose kernels all come
+    out of the GC_FOR_ lists, so that units for several dtypes can stand in one library.
+    """
+    source = ctx.header(f"{name}.cpp")
+    if not only:
+        return Unit(name, source)
+    held, lists = _LISTS[only]
+    lines = ["#define GC_ONE_DTYPE"]
+    for kind in ("FLOATS", "INTS", "ALL", "BYTES"):
+        one = f" M({only}, {held})" if kind in lists else ""
+        lines.append(f"#define GC_FOR_{kind}(M){one}")
+    return Unit(f"{name}_{only}", "\n".join([*lines, source]))
 
 
 def is_static_one(dim: Dim) -> bool:

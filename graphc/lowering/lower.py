@@ -601,10 +601,7 @@ class Lowering:
 
 
 def _writes_any_layout(node: Node | None) -> bool:
-    return node is not None and node.target in (
-        "aten.scaled_dot_product_attention.default",
-        "graphc.attention.default",
-    )
+    return node is not None and node.target.endswith("attention.default")
 
 
 def _label(members: Sequence[Node]) -> str:

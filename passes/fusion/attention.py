@@ -204,7 +204,7 @@ def transposed(builder: Builder, value: Value) -> Value:
 
 def unmerged(value: Value, batch: Sequence[Any]) -> Value:
     """What a view that joins batch dimensions was made of, where that is in `batch`."""
-    source = value
+    source: Value = value
     while packet_of(source) in ("aten.view", "aten._unsafe_view", "aten.reshape"):
         source = operand(source)
         if same_sizes(source.type.shape, (*batch, *value.type.shape[-2:])):

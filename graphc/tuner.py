@@ -57,7 +57,9 @@ FOLDER = "tuning-v1"
 #: a candidate must be this much faster than the default
 GAIN = 0.97
 #: seconds spent on one candidate, and how often it runs at least and at most
-_SECONDS, _LEAST, _MOST = 0.15, 5, 40
+_SECONDS, _LEAST, _MOST = 0.2, 5, 60
+#: operations of one run: Steps with fewer are repeated, or starting the run would count as theirs
+_ENOUGH_FLOPS, _REPEATS = 1e8, 64
 #: bytes of weights made up at the most, so that they are as far away as in the whole model
 _COLD_BYTES = 512 << 20
 
@@ -98,7 +100,6 @@ class Tuner:
     folder: Path | None
     jobs: int | None = None
     progress: Progress | None = None
-    threads: int = 1
 
     def tune(
         self, graph: Graph, lengths: Lengths
@@ -157,7 +158,7 @@ class Tuner:
             for number, (key, choice) in enumerate(choices.items()):
                 if self.progress is not None:
                     self.progress(f"tune {name}", number, len(choices))
-                times = _times(trials[key], lengths, library, Path(folder), cold, self.threads)
+                times = _times(trials[key], lengths, library, Path(folder), cold)
                 if times is not None and choice.default in times:
                     found[key] = _winner(choice, times)
         return found
@@ -212,7 +213,6 @@ def _times(
     library: Path,
     folder: Path,
     cold: bool,
-    threads: int,
 ) -> dict[Candidate, float] | None:
     """Seconds of each candidate, over all lengths; None where a length depends on data."""
     totals: dict[Candidate, float] = {trial.candidate: 0.0 for trial in trials}
@@ -226,24 +226,25 @@ def _times(
                     return None
                 place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "plan"
                 write_plan(place, plan, {KERNELS: library, WEIGHTS: b""})
-                session = load(place, threads=threads)
+                session = load(place, threads=1)
                 _fill(session)
-                sessions[trial.candidate] = _Timer(session)
+                repeats = len(plan.programs[0].steps) // len(trial.steps)
+                sessions[trial.candidate] = _Timer(session, repeats)
             for candidate, seconds in interleaved(sessions).items():
                 totals[candidate] += seconds
     return totals
 
 
 class _Timer:
-    """One run of a session: seconds of its Steps."""
+    """One run of a session: CPU seconds of its Steps, once."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: Session, repeats: int) -> None:
+        self.session, self.repeats = session, repeats
 
     def __call__(self) -> float:
-        self.session.profiling = True  # starts counting anew
+        begin = time.thread_time()
         self.session.run()
-        return sum(step.nanoseconds for step in self.session.step_times()) * 1e-9
+        return (time.thread_time() - begin) / self.repeats
 
 
 def interleaved(calls: Mapping[Candidate, Callable[[], float]]) -> dict[Candidate, float]:
@@ -275,8 +276,8 @@ def step_plan(
     lengths: Mapping[str, int],
     cold: bool,
 ) -> Plan:
-    """A plan of a few Steps alone, at fixed lengths, all buffers being states. `cold`: the Steps
-    are repeated over copies of what outlives a run, so that no cache holds it.
+    """A plan of a few Steps alone, at fixed lengths, all buffers being states. Short ones are
+    repeated; `cold`: over copies of what outlives a run, so that no cache holds it.
 
     Raises KeyError if a size depends on another symbol than `lengths`.
     """
@@ -287,6 +288,8 @@ def step_plan(
     sizes = {number: evaluate(buffers[number].nbytes, lengths) for number in dtypes}
     kept = [number for number in dtypes if buffers[number].kind in KEPT]
     copies = _copies(sum(sizes[number] for number in kept)) if cold else 1
+    flops = sum(evaluate(step.flops or 0, lengths) for step in steps)
+    repeats = max(copies, min(_REPEATS, -(-int(_ENOUGH_FLOPS) // max(flops, 1))))
     table = _Constants()
     states: list[State] = []
     made: list[Buffer] = []
@@ -303,8 +306,8 @@ def step_plan(
             nbytes = table.add(count * itemsize(dtype))
             made.append(Buffer("state", len(states) - 1, 0, nbytes, name=tensor.name))
     calls = [
-        _call(step, lengths, table, {n: places[copy, n] for n in dtypes})
-        for copy in range(copies)
+        _call(step, lengths, table, {n: places[turn % copies, n] for n in dtypes})
+        for turn in range(repeats)
         for step in steps
     ]
     program = Program(

@@ -85,6 +85,7 @@ def product_steps(dynamic: bool = False) -> tuple[list[KernelStep], Any]:
 
 
 def test_the_plan_of_a_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphc.tuner, "_REPEATS", 1)
     steps, lowered = product_steps()
     assert steps and all("product.right 1 8 64 48 portable" in step.choices for step in steps)
     plan = step_plan(steps, lowered.buffers, {}, cold=False)
@@ -93,6 +94,9 @@ def test_the_plan_of_a_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     sizes = [plan.programs[0].expressions[state.tensor.shape[0]] for state in plan.states]
     assert sorted(size[0] for size in sizes)[-2:] == [8 * 64, 48 * 64]
+    monkeypatch.setattr(graphc.tuner, "_REPEATS", 3)  # a short Step is repeated in place
+    again = step_plan(steps, lowered.buffers, {}, cold=False)
+    assert len(again.programs[0].steps) == 3 * len(steps) and len(again.states) == len(plan.states)
     # cold: repeated over copies of what outlives a run, until no cache holds them
     monkeypatch.setattr(graphc.tuner, "cache_levels", lambda: [("L1", 30_000, 1)])
     cold = step_plan(steps, lowered.buffers, {}, cold=True)

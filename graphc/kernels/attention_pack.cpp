@@ -33,13 +33,26 @@ static void pack(const gc_args* args, int64_t steps, int64_t begin, int64_t end)
 
 }  // namespace
 
+// One dtype alone where its unit says so (templates/strided.py).
+#ifndef GC_ONE_DTYPE
+#define GC_ONLY_f32
+#define GC_ONLY_f16
+#define GC_ONLY_bf16
+#endif
+
 #define GC_K(args) ((const gc_pack_shape*)(args)->imm)->k
+#ifdef GC_ONLY_f32
 GC_EXPORT void gc_attention_pack_f32(const gc_args* args, int64_t begin, int64_t end) {
   pack<float, float>(args, GC_K(args), begin, end);
 }
+#endif
+#ifdef GC_ONLY_f16
 GC_EXPORT void gc_attention_pack_f16(const gc_args* args, int64_t begin, int64_t end) {
   pack<f16, float>(args, GC_K(args), begin, end);
 }
+#endif
+#ifdef GC_ONLY_bf16
 GC_EXPORT void gc_attention_pack_bf16(const gc_args* args, int64_t begin, int64_t end) {
   pack<bf16, uint32_t>(args, (GC_K(args) + 1) / 2, begin, end);
 }
+#endif

@@ -203,8 +203,20 @@ static void prefill(const gc_args* args, gc_epilogue epilogue, float scale, floa
 
 }  // namespace
 
+// One dtype alone where its unit says so (templates/strided.py).
+#ifndef GC_ONE_DTYPE
+#define GC_ONLY_f32
+#define GC_ONLY_f16
+#define GC_ONLY_bf16
+#endif
+
+#ifdef GC_ONLY_f32
 GC_PREFILL(f32) { prefill<float, Floats, false>(args, epilogue, scale, soft_cap, begin, end); }
+#endif
+#ifdef GC_ONLY_f16
 GC_PREFILL(f16) { prefill<f16, Floats, false>(args, epilogue, scale, soft_cap, begin, end); }
+#endif
+#ifdef GC_ONLY_bf16
 GC_PREFILL(bf16) {
 #if defined(__AVX512BF16__)
   prefill<bf16, Pairs, false>(args, epilogue, scale, soft_cap, begin, end);
@@ -212,3 +224,4 @@ GC_PREFILL(bf16) {
   prefill<bf16, Floats, true>(args, epilogue, scale, soft_cap, begin, end);
 #endif
 }
+#endif

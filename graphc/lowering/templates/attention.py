@@ -11,7 +11,7 @@ import sympy
 
 from graphc.ir.types import product as product_of
 from graphc.ir.types import same
-from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
+from graphc.lowering.context import Dim, LoweringContext, Refuse, View, ceildiv, rule
 from graphc.lowering.templates import attention_decode, attention_operands
 from graphc.lowering.templates.attention_operands import MASK_TYPES
 from graphc.lowering.templates.operand import (
@@ -25,6 +25,7 @@ from graphc.lowering.templates.operand import (
     plain_store,
 )
 from graphc.lowering.templates.pack import PANEL
+from graphc.lowering.templates.strided import unit as constant_unit
 
 #: GC_ATTENTION_PANELS and GC_ATTENTION_KEYS of attention_prefill.h
 PANELS, KEYS = 4, 128
@@ -59,7 +60,7 @@ def packed(
         strides.insert(0, 0 if ctx.static(stride) == 0 else running)
         running = running * n_
     ctx.kernel(
-        Unit("attention_pack", ctx.header("attention_pack.cpp")),
+        constant_unit(ctx, "attention_pack", FAST[view.dtype]),
         f"gc_attention_pack_{FAST[view.dtype]}",
         pointers=[view, workspace],
         immediates=[n, k, b_n, b_k, *padded(own, 1), *padded(batch, 0)],
@@ -197,7 +198,7 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         scratch=4 * scratch,
         label=node.name,
         flops=2 * product_of(size) * tq * seen * (d + dv),
-        units=[Unit("attention_prefill", ctx.header("attention_prefill.cpp"))],
+        units=[constant_unit(ctx, "attention_prefill", kind)],
     )
 
 

@@ -110,13 +110,14 @@ def unit(ctx: LoweringContext, name: str, only: str = "") -> Unit:
     """The constant unit graphc/kernels/<name>.cpp.
 
     only: the suffix of one dtype, to compile its kernels alone: for files whose kernels all come
-    out of the GC_FOR_ lists, so that units for several dtypes can stand in one library.
+    out of the GC_FOR_ lists or stand under GC_ONLY_<suffix>, so that units for several dtypes can
+    stand in one library.
     """
     source = ctx.header(f"{name}.cpp")
     if not only:
         return Unit(name, source)
     held, lists = _LISTS[only]
-    lines = ["#define GC_ONE_DTYPE"]
+    lines = ["#define GC_ONE_DTYPE", f"#define GC_ONLY_{only}"]
     for kind in ("FLOATS", "INTS", "ALL", "BYTES"):
         one = f" M({only}, {held})" if kind in lists else ""
         lines.append(f"#define GC_FOR_{kind}(M){one}")

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
+
 from graphc.ir.types import same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View
 from graphc.lowering.templates.operand import BATCH_DIMS, FAST, merge_dims, padded
@@ -32,13 +34,23 @@ class Attention:
         """mask_type, mask_q, mask_k, mask_z of gc_attention_shape."""
         if self.mask is None:
             return [0, 0, 0, *padded((), 0)]
-        mask = self.mask
         rows, columns = (
-            0 if len(mask.shape) < -i or (ctx.static(mask.shape[i]) == 1 and ctx.static(n) != 1)
-            else mask.strides[i]
+            _broadcast_step(ctx, self.mask, i, n)
             for i, n in ((-2, self.q.shape[-2]), (-1, self.k.shape[-2]))
-        )  # fmt: skip
-        return [MASK_TYPES[mask.dtype], rows, columns, *padded(self.walks[4], 0)]
+        )
+        return [MASK_TYPES[self.mask.dtype], rows, columns, *padded(self.walks[4], 0)]
+
+
+def _broadcast_step(ctx: LoweringContext, view: View, dim: int, length: Dim) -> Dim:
+    """The stride of a dimension that is 1 or `length`; 0 where it is broadcast."""
+    if len(view.shape) < -dim:
+        return 0
+    size, stride = view.shape[dim], view.strides[dim]
+    if same(size, length):
+        return stride
+    if ctx.static(size) == 1:
+        return 0
+    return stride * sympy.Min(1, size - 1)  # known at run time
 
 
 def batch_walks(

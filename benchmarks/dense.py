@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.dense_table import markdown, table  # noqa: E402
+from benchmarks.dense_table import table, written, wrong  # noqa: E402
 from benchmarks.workloads import Workload, workload  # noqa: E402
 from cli.jobs import Inputs, Job, Unavailable, save_inputs  # noqa: E402
 from cli.peers import GRAPHC, PEERS, REFERENCE  # noqa: E402
@@ -71,15 +71,17 @@ def main() -> int:
                     temporary.replace(options.json)
     print(table(results))
     if options.markdown:
-        options.markdown.write_text(markdown(results))
-    wrong = [
-        f"{key} {name}: {item['mismatch']}"
+        old = options.markdown.read_text() if options.markdown.exists() else ""
+        options.markdown.write_text(written(old, results))
+    bad = [
+        (name, f"{key} {name}: {item.get('mismatch') or item['error']}")
         for key, row in results["rows"].items()
         for name, item in row["runtimes"].items()
-        if "mismatch" in item
+        if wrong(item)
     ]
-    print("\n".join(wrong), file=sys.stderr)
-    return 1 if any(GRAPHC in line for line in wrong) else 0
+    for _, line in bad:
+        print(f"wrong result: {line}", file=sys.stderr)
+    return 1 if any(name == GRAPHC for name, _ in bad) else 0
 
 
 def _options() -> argparse.Namespace:
@@ -100,7 +102,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure what the JSON already has")
     parser.add_argument("--cold", action="store_true", help="build graphc with an empty cache")
     parser.add_argument("--table", action="store_true", help="measure nothing, print the JSON")
-    parser.add_argument("--markdown", type=Path, help="write the table as Markdown")
+    parser.add_argument("--markdown", type=Path, help="write the table into this document")
     parser.add_argument("--cache", type=Path, default=_cache(), help="artefacts [%(default)s]")
     parser.add_argument("--lock", type=Path, help="file locked while timing: shared machines")
     return parser.parse_args()

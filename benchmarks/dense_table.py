@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = "graphc"
+#: where the table stands in a document
+BEGIN, END = "<!-- dense: begin -->", "<!-- dense: end -->"
 GEOMETRIC_MEAN = 1.35
 #: of a decode step in bf16: over the careful formulations, over attention as people write it
 CAREFUL, AS_WRITTEN = 2.4, 6.0
@@ -63,11 +65,11 @@ def _peers(key: str, rows: dict[str, Any], threads: int) -> dict[str, float]:
     return {
         name: value
         for name, value in times.items()
-        if name != OURS and not _wrong(rows[key]["runtimes"][name])
+        if name != OURS and not wrong(rows[key]["runtimes"][name])
     }
 
 
-def _wrong(item: dict[str, Any]) -> bool:
+def wrong(item: dict[str, Any]) -> bool:
     """Whether a runtime computes something else: it does not count then."""
     return "mismatch" in item or item.get("error", 0.0) > WRONG
 
@@ -102,8 +104,8 @@ def _judge(key: str, rows: dict[str, Any]) -> Judged:
             short.append(f"as written {written:.2f} < {AS_WRITTEN:g}")
     if error is not None and error > 1.005:  # two results rounded alike differ by a hair
         short.append(f"error {error:.2f} > 1")
-    if "mismatch" in runtimes.get(OURS, {}):
-        short.append(runtimes[OURS]["mismatch"])
+    if wrong(runtimes.get(OURS, {})):
+        short.append(runtimes[OURS].get("mismatch", "wrong"))
     build = {
         name: item.get("cold_cpu_s", item["build_cpu_s"])
         for name, item in runtimes.items()
@@ -171,7 +173,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """For docs/benchmarks.md."""
+    """For docs/benchmarks.md (see `written`)."""
     rows = judge(results)
     head, lines = _cells(rows)
     place, used = results.get("machine", {}), dict(results.get("versions", {}))
@@ -189,3 +191,12 @@ def markdown(results: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def written(text: str, results: dict[str, Any]) -> str:
+    """A document with the table between its two marks, or the table alone if it has none."""
+    before, begin, after = text.partition(BEGIN)
+    _, end, rest = after.partition(END)
+    if not begin or not end:
+        return markdown(results)
+    return f"{before}{BEGIN}\n{markdown(results)}{END}{rest}"

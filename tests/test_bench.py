@@ -1,0 +1,173 @@
+"""The bench harness: workloads, worker processes, what the table makes of the figures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import dense_table
+from benchmarks.workloads import load_module, workload
+from cli import jobs, race
+from cli.jobs import Inputs, Job, Unavailable, save_inputs
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _row(error: float = 1e-3, **milliseconds: float) -> dict[str, Any]:
+    return {
+        "runtimes": {
+            name: {"cpu_s": ms / 1e3, "wall_s": ms / 2e3, "error": error, "build_cpu_s": 10.0}
+            for name, ms in milliseconds.items()
+        },
+        "skipped": {},
+    }
+
+
+def test_rows_are_judged_by_the_best_peer() -> None:
+    results = {"rows": {
+        "mlp:1 fp32 1": _row(graphc=2.0, eager=5.0, ort=3.0),
+        "mlp:1 fp32 2": _row(graphc=4.0, eager=3.0),
+        "lnres bf16 1": _row(graphc=2.0, compile=3.0),
+    }}  # fmt: skip
+    good, slow, short = dense_table.judge(results)
+    assert (good.best, good.ratio, good.short) == ("ort", pytest.approx(1.5), [])
+    assert slow.milliseconds["graphc"] == pytest.approx(2.0)  # by wall time at two threads
+    assert slow.short == ["0.75 < 1"] and short.short == ["1.50 < 1.8"]
+    assert "lnres bf16 at 1.50 x of 1.8 x" in "\n".join(dense_table.summaries([good, slow, short]))
+    document = f"# B\n{dense_table.BEGIN}\nold\n{dense_table.END}\nrest\n"
+    for text in (dense_table.table(results), dense_table.written(document, results)):
+        assert "0.75 < 1" in text and "geometric mean" in text
+    assert text.startswith("# B\n") and text.endswith("\nrest\n") and "old" not in text
+
+
+def test_a_decode_step_is_judged_by_careful_peers() -> None:
+    results = {"rows": {
+        "step:2048 bf16 1": _row(graphc=5.0, eager=40.0),
+        "step_cat:2048 bf16 1": _row(graphc=5.0, ort=30.0),
+        "step_split:2048 bf16 1": _row(graphc=10.0, openvino=13.0),
+        "step:8192 bf16 1": _row(graphc=5.0, eager=25.0),
+    }}  # fmt: skip
+    step, _, split, other = dense_table.judge(results)
+    assert step.best == "openvino (split)" and step.ratio == pytest.approx(2.6) and not step.short
+    assert split.short == ["1.30 < 2.4"]
+    assert other.ratio is None and other.short == ["as written 5.00 < 6"]
+
+
+def test_wrong_results_and_slow_builds_count() -> None:
+    rows = {"mlp:1 bf16 1": _row(graphc=2.0, eager=5.0, compile=4.0, openvino=1.0)}
+    runtimes = rows["mlp:1 bf16 1"]["runtimes"]
+    runtimes["openvino"]["error"] = 0.5
+    runtimes["graphc"] |= {"error": 2e-3, "cold_cpu_s": 6.0}
+    (row,) = dense_table.judge({"rows": rows})
+    assert row.best == "compile" and row.error == pytest.approx(2.0)
+    assert row.short == ["error 2.00 > 1", "build 6.0 s > 5.0 s"]
+
+
+def test_long_calls_take_few_samples() -> None:
+    assert race._samples(25.0, 7, 1.5) == (2, 1)
+    rounds, calls = race._samples(1e-3, 7, 1.4)
+    assert rounds == 7 and rounds * calls == pytest.approx(1400, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name", ["encoder:16", "prefill:16", "step:16", "step_cat:16", "step_split:16", "mlp:2"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_workloads_run(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINILM", raising=False)
+    made = workload(name)
+    module = load_module(name, dtype)
+    kind = getattr(torch, dtype)
+    tensors = [torch.from_numpy(value) for value in made.inputs.values()]
+    tensors = [t.to(kind) if t.is_floating_point() else t for t in tensors]
+    before = [t.clone() for t in tensors]
+    results = module(*tensors)
+    first = results[0] if isinstance(results, tuple) else results
+    assert bool(first.isfinite().all()) and made.flops > 0
+    written = [i for i, (a, b) in enumerate(zip(tensors, before, strict=True)) if (a != b).any()]
+    assert written == (list(range(2, 10)) if name == "step:16" else [])
+    with pytest.raises(KeyError):
+        workload("unknown:1")
+
+
+class Writes(nn.Module):
+    """Scales its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2) + 1
+
+
+def load_writes(model: str, dtype: str | None) -> nn.Module:
+    """A loader of `cli.jobs.Job`."""
+    module = Writes()
+    return module if dtype is None else module.to(getattr(torch, dtype))
+
+
+def _job(place: Path, **changes: Any) -> Job:
+    save_inputs(place / "inputs", Inputs((np.ones((2, 3), np.float32),), {}, ["x"]))
+    job = Job(
+        peer="eager", folder=str(place / "artefacts"), shared=str(place), model="writes",
+        loader="test_bench:load_writes", dtype="float32", threads=1, cpus=race.cores(1),
+        inputs=str(place / "inputs"), reference=str(place / "reference.npz"),
+        path=[str(Path(__file__).parent)],
+    )  # fmt: skip
+    return msgspec.structs.replace(job, **changes)
+
+
+@pytest.mark.heavy
+def test_a_race_checks_and_times(tmp_path: Path) -> None:
+    reference = race.prepare(_job(tmp_path, peer="float64"), "1")
+    assert reference["cpu_s"] > 0
+    lines: list[str] = []
+
+    class Hold:
+        def __enter__(self) -> None:
+            lines.append("held")
+
+        def __exit__(self, *_: object) -> None:
+            lines.append("free")
+
+    entries, skipped = race.race(
+        {
+            "eager": _job(tmp_path),
+            "other": _job(tmp_path, loader="test_bench:missing"),
+        },
+        rounds=3, seconds=0.01, hold=Hold,
+    )  # fmt: skip
+    found = entries["eager"].summary()
+    assert found["error"] < 1e-6 and found["samples"] >= 3 and found["peak_bytes"] > 1 << 20
+    assert found["cpu_min_s"] <= found["cpu_s"] and lines == ["held", "free"]
+    assert "missing" in skipped["other"]
+
+
+@pytest.mark.heavy
+def test_peers_that_cannot_say_so_once(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    with pytest.raises(Unavailable, match="writes into its inputs"):
+        race.prepare(_job(tmp_path, peer="ort", folder=str(tmp_path / "ort")), "1")
+    kept = msgspec.json.decode((tmp_path / "ort" / "built.json").read_bytes())
+    assert "writes into its inputs" in kept["unavailable"]
+    with pytest.raises(Unavailable, match="no bfloat16"):
+        race.prepare(
+            _job(tmp_path, peer="ort", dtype="bfloat16", folder=str(tmp_path / "bf16")), "1"
+        )
+
+
+def test_cores_are_those_of_this_process() -> None:
+    if hasattr(os, "sched_getaffinity"):
+        assert set(race.cores(1 << 20)) == os.sched_getaffinity(0)
+    assert len(race.cores(1)) == 1
+
+
+def test_results_are_compared_in_order() -> None:
+    values = jobs.flat({"a": torch.ones(2, dtype=torch.bfloat16), "b": [None, (np.zeros(1), 3)]})
+    assert [v.dtype.name for v in values] == ["float32", "float64"]

@@ -25,7 +25,7 @@ COMMANDS = {
     "run": ("cli.run", "Run a plan, or build a model and run it."),
     "inspect": ("cli.inspect", "Show what a plan holds and how it came about."),
     "verify": ("cli.verify", "Check every pass numerically; find the one that breaks."),
-    "bench": ("cli.bench", "Time a model against eager torch and ONNX Runtime."),
+    "bench": ("cli.bench", "Time a model against torch, ONNX Runtime and OpenVINO."),
     "cache": ("cli.cache", "Show, explain, trim and check the kernel cache."),
     "doctor": ("cli.doctor", "Check this machine and this installation."),
     "demo": ("cli.demo", "Build, run and inspect the built-in model."),

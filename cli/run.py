@@ -31,6 +31,12 @@ from graphc.report import CompileRecord
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs before.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of the executor [all cores].")
 @click.option("--profile", is_flag=True, help="Time each step, against the roofline.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write one more run for Perfetto.",
+)
 @click.option("--save", "save_to", type=click.Path(path_type=Path), help="Write outputs as .npz.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def run(
@@ -43,6 +49,7 @@ def run(
     warmup: int,
     threads: int | None,
     profile: bool,
+    trace: Path | None,
     save_to: Path | None,
     as_json: bool,
     inputs: tuple[str, ...],
@@ -80,6 +87,7 @@ def run(
         iters=iters,
         warmup=warmup,
         profile=profile,
+        trace=trace,
     )
     outputs = result.pop("outputs")
     comparisons = []
@@ -120,6 +128,7 @@ def execute(
     iters: int,
     warmup: int,
     profile: bool = False,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """Loads the plan, runs it once and then `warmup` + `iters` times.
 
@@ -149,6 +158,9 @@ def execute(
         session.run(*args, **kwargs)
         times.append(time.perf_counter() - start)
     facts = session.describe()
+    if trace is not None:
+        with session.trace(trace):
+            session.run(*args, **kwargs)
     profiled: dict[str, Any] = {"steps": [], "fixes": [], "roofline": False}
     if profile:
         from cli.profile import profile as measure_steps
@@ -170,6 +182,7 @@ def execute(
         "arena_bytes": facts["arena_bytes"],
         "fallback_steps": facts["fallback_steps"],
         **profiled,
+        "trace": None if trace is None else str(trace),
         "outputs": outputs,
     }
 
@@ -193,6 +206,8 @@ def print_run(
     if result["made_up"]:
         names = ", ".join(result["made_up"])
         click.echo(f"made up       {names} (give values with --input {HELP.split(',')[0]})")
+    if result["trace"]:
+        click.echo(f"trace         {result['trace']} (open it in ui.perfetto.dev)")
     if result["steps"]:
         from cli.profile import print_profile
 

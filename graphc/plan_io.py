@@ -27,6 +27,8 @@ WEIGHTS = "weights.bin"
 KERNELS = "kernels.so"
 WORK = "work.json"
 ALIGNMENT = 4096  # of each weight in weights.bin
+_LARGEST_WRITE = 1 << 30
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 _HEAD = b'{"graphc_plan": 1, "sha256": "%s", "payload": '
 _TAIL = b"}\n"
@@ -139,7 +141,7 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
             path = work / _safe_name(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, Path):
-                shutil.copyfile(content, path)
+                _copy(content, path)
             else:
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
             digests[name] = file_digest(path)
@@ -168,6 +170,25 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return plan
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file in writes as large as the kernel takes. Linux then keeps it in its page cache in
+    pages as large as it finds, where a mapped file is read faster than in the pieces that
+    shutil.copyfile leaves."""
+    import contextlib
+    import mmap
+
+    with source.open("rb") as old, target.open("wb", buffering=0) as new:
+        size = os.fstat(old.fileno()).st_size
+        if size:
+            with mmap.mmap(old.fileno(), size, prot=mmap.PROT_READ) as mapped:
+                with contextlib.suppress(OSError):  # a write takes only what is in memory by then
+                    mapped.madvise(_POPULATE_READ)
+                with memoryview(mapped) as view:
+                    done = 0
+                    while done < size:
+                        done += new.write(view[done : done + _LARGEST_WRITE])
 
 
 def _safe_name(name: str) -> str:

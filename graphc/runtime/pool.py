@@ -41,6 +41,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _prefer_huge_pages(mapped: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+
+
 class Region:
     """Zeroed private memory. `address` is page aligned (2 MiB aligned from 4 MiB on, in huge
     pages where the kernel grants them); `nbytes` is what was asked for."""
@@ -57,9 +63,8 @@ class Region:
                 f"cannot reserve {nbytes:,} bytes for the arena: {error.strerror}",
                 hint="build with smaller limits, such as --bucket T=512,B=8",
             ) from error
-        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        if huge:
+            _prefer_huge_pages(self._map)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         base = int(self._bytes.__array_interface__["data"][0])
         start = (round_up(base, HUGE_PAGE) - base) if huge else 0
@@ -84,6 +89,7 @@ class MappedFile:
                     self._map: Any = mmap.mmap(
                         file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
                     )
+                    _prefer_huge_pages(self._map)
                     self.bytes = np.frombuffer(self._map, np.uint8)
                     self.address = int(self.bytes.__array_interface__["data"][0])
         except OSError as error:

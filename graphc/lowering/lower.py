@@ -34,6 +34,7 @@ from graphc.lowering import views
 from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
 from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
+from graphc.lowering.in_place import Places, concatenated, find_places, permutation
 from graphc.lowering.layout import channels_last_strides, channels_last_values
 from graphc.lowering.loop_axes import collapsible, result_axes
 from graphc.lowering.loop_build import build_loop
@@ -71,6 +72,7 @@ class Lowering:
         self.buffers: list[BufferInfo] = []
         self.steps: list[KernelStep | FallbackStep] = []
         self.constants: list[ConstantInfo] = []
+        self.places: Places = find_places(graph, self.grouping)
         self.memory: dict[Value, View] = {}
         self.row_major_copies: dict[View, View] = {}
         self.fallbacks: list[tuple[str, str, str]] = []
@@ -108,7 +110,7 @@ class Lowering:
             (self.view(value), self.memory[target])
             for table in (self.graph.state_updates, self.graph.input_updates)
             for target, value in table.items()
-            if value is not target
+            if value is not target and self.view(value) != self.memory[target]
         ]
         overwritten = {target.buffer for _, target in pending}
         for position, (source, target) in enumerate(pending):
@@ -228,7 +230,8 @@ class Lowering:
         if what == "fallback":
             self._fallback(first, reason)
         elif what == "copy":
-            self._copies(first)
+            if first not in self.places.parted:
+                self._copies(first)
         elif what == "template":
             self._node(first, group)
         else:
@@ -421,6 +424,9 @@ class Lowering:
             self.memory[value] = made
             return made
         producer = value.producer
+        if producer in self.places.parted:
+            self._copies(producer)
+            return self.memory[value]
         if producer is not None and self.grouping.kinds[producer][0] == "view":
             base = self.view(producer.args[0])
             made_view = views.apply(producer, base)
@@ -434,8 +440,26 @@ class Lowering:
         raise InternalError(f"{value.name} is read before it is in memory")
 
     def parts(self, value: Any, dim: int) -> list[View]:
-        """The views that make up a value along `dim`."""
-        return [self.view(value)]
+        """The views that make up a value along `dim`: of a concatenation that only attention
+        reads, what is concatenated."""
+        cat = None if value in self.memory else concatenated(value, dim)
+        if cat is None or cat not in self.places.parted or cat.outputs[0] in self.memory:
+            return [self.view(value)]
+        made = [self.view(part) for part in cat.args[0] if part.type.shape != (0,)]
+        orders = []
+        while value.producer is not cat:
+            orders.append(permutation(value.producer))
+            value = value.producer.args[0]
+        for order in reversed(orders):
+            assert order is not None
+            made = [
+                view.with_(
+                    shape=tuple(view.shape[d] for d in order),
+                    strides=tuple(view.strides[d] for d in order),
+                )
+                for view in made
+            ]
+        return made
 
     def _row_major(self, view: View) -> View:
         if is_row_major(view.shape, view.strides):
@@ -454,7 +478,14 @@ class Lowering:
         """Memory for a value that is about to be written."""
         if value in self.memory:
             return self.memory[value]
-        if value in self._result_buffers:
+        if value in self.places.homes:
+            view = self.memory[self.places.homes[value]]
+            self.row_major_copies = {  # those of the old content are stale
+                seen: copy
+                for seen, copy in self.row_major_copies.items()
+                if seen.buffer != view.buffer
+            }
+        elif value in self._result_buffers:
             view = self._result_buffers[value]
         else:
             view = self._buffer("arena", -1, value.type, value.name)

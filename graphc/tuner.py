@@ -57,7 +57,7 @@ FOLDER = "tuning-v1"
 #: a candidate must be this much faster than the default
 GAIN = 0.97
 #: seconds spent on one candidate, and how often it runs at least and at most
-_SECONDS, _LEAST, _MOST = 0.2, 5, 60
+_SECONDS, _LEAST, _MOST = 0.1, 5, 60
 #: operations of one run: Steps with fewer are repeated, or starting the run would count as theirs
 _ENOUGH_FLOPS, _REPEATS = 1e8, 64
 #: bytes of weights made up at the most, so that they are as far away as in the whole model

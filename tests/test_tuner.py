@@ -197,6 +197,32 @@ def test_a_small_gain_does_not_win(
     assert symbols(tmp_path / "plan") == symbols(tmp_path / "plan")
 
 
+class Verify(torch.nn.Module):
+    """A few queries over grouped keys, as when drafted tokens are verified."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize("queries", [2, 12])
+@pytest.mark.parametrize("fast", ["in place", "panels"])
+def test_every_candidate_is_right(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, queries: int, fast: str
+) -> None:
+    def measured(calls: Any) -> Any:
+        return {name: 1.0 if name == fast else 2.0 for name in calls}
+
+    monkeypatch.setattr(graphc.tuner, "interleaved", measured)
+    q, k = torch.randn(1, 4, queries, 32), torch.randn(1, 2, 70, 32)
+    options = Options(jobs=1, tune=True)
+    report, _ = build_module(Verify(), (q, k, k), output=tmp_path / "plan", options=options)
+    (record,) = report.tuning
+    assert (record.choice, record.winner) == ("attention.keys", fast)
+    assert record.default == ("in place" if queries <= 8 else "panels")
+    result = load(tmp_path / "plan", threads=1).run(q, k, k)
+    torch.testing.assert_close(result, Verify()(q, k, k), rtol=1e-5, atol=1e-5)
+
+
 def test_views(
     tmp_path: Path,
     quick: None,

@@ -24,9 +24,12 @@ from graphc.lowering.templates.operand import (
     padded,
 )
 from graphc.lowering.templates.strided import float_bits
+from graphc.lowering.tuning import Choice
 
-#: up to this many queries (known at build time) keys and values are read in place
-QUERIES = 8
+#: up to this many queries (known at build time) keys and values are read in place; up to the
+#: second number `--tune` measures whether they should be
+QUERIES, MOST_QUERIES = 8, 32
+IN_PLACE_OR_PANELS = ("in place", "panels")
 #: keys of a unit of work, about: long caches occupy all threads
 PIECE = 512
 #: GC_DECODE_ROWS, and LDS of attention_decode_driver.h
@@ -59,7 +62,7 @@ def segments(ctx: LoweringContext, node: Any) -> list[Segment] | None:
     """The segments of an attention node with few queries; None if it has many, or rows that are
     not read as they lie."""
     queries = ctx.static(node.args[0].type.shape[-2])
-    if queries is None or queries > QUERIES:
+    if queries is None or queries > MOST_QUERIES:
         return None
     keys, values = ctx.parts(node.args[1], -2), ctx.parts(node.args[2], -2)
     alike = len(keys) == len(values) and all(
@@ -69,6 +72,13 @@ def segments(ctx: LoweringContext, node: Any) -> list[Segment] | None:
         keys, values = [ctx.view(node.args[1])], [ctx.view(node.args[2])]
     if any(ctx.static(view.strides[-1]) != 1 for view in (*keys, *values)):
         return None
+    if queries > 1:  # panels are made once for all queries; which pays depends on the sizes
+        choice = Choice("attention.keys", IN_PLACE_OR_PANELS, IN_PLACE_OR_PANELS[queries > QUERIES])
+        query, key, value = (node.args[i].type for i in range(3))
+        heads = (product_of(query.shape[:-2]), product_of(key.shape[:-2]))
+        sizes = (*heads, queries, key.shape[-2], query.shape[-1], value.shape[-1])
+        if ctx.choose(choice, query.dtype, *sizes) != IN_PLACE_OR_PANELS[0]:
+            return None
     return [Segment(k, v) for k, v in zip(keys, values, strict=True)]
 
 

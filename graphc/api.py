@@ -281,7 +281,8 @@ def compile(
     is first called, one for each signature, and reused from the cache by later processes.
 
     Weights are copied when a plan is built; after they changed in place, or were replaced, the
-    next call builds another. Buffers that the module itself changes are states of the plan: the
+    next call builds another (torch counts no changes of tensors made under inference_mode, and
+    none through `.data`). Buffers that the module itself changes are states of the plan: the
     module's own stay as they are.
 
     Args:

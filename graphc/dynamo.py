@@ -2,7 +2,8 @@
 
 Inference only. The weights a graph reads are frozen into its plan, as they must be to be packed
 once; a call with other tensors, or with tensors that changed in place since, builds another plan.
-(A write through `.data` goes unseen by torch itself, and so by this.) Options, by
+(A write through `.data` goes unseen by torch itself, and so by this.) Weights made under
+torch.inference_mode() are not frozen, since torch does not count their changes. Options, by
 `torch.compile(..., options={...})`:
 
     freeze     False: weights are ordinary inputs of the plan
@@ -135,6 +136,8 @@ class _Compiled:
 
     def plan_for(self, inputs: list[Any]) -> _Plan:
         """The plan for these weights and lengths, built now if it is the first time."""
+        if self.freeze and any(v.is_inference() for i, v in enumerate(inputs) if self._frozen(i)):
+            self.freeze = False  # nothing tells when a tensor made in inference mode changes
         key = self._key(inputs)
         if key not in self.plans:
             weights = [v for i, v in enumerate(inputs) if self._frozen(i)]
@@ -169,10 +172,6 @@ class _Compiled:
         from graphc.frontends.capture import capture
         from graphc.lowering.classify import native_operators
 
-        if self.freeze and any(
-            value.is_inference() for i, value in enumerate(inputs) if self._frozen(i)
-        ):
-            self.freeze = False  # nothing tells when such a tensor changes
         constants = {
             i: int(inputs[i])
             for i, p in enumerate(self.placeholders)

@@ -101,6 +101,16 @@ def test_changed_weights_are_seen() -> None:
     torch.testing.assert_close(compiled(net, options={"freeze": False})(x), net(x))
 
 
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        net = Net().eval()
+        fast = compiled(net)
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(fast(x), net(x))
+        net.first.weight.mul_(2.0)
+        torch.testing.assert_close(fast(x), net(x))
+
+
 @torch.no_grad()
 def test_one_graph_of_several_modules() -> None:
     nets = [Net().eval() for _ in range(3)]

@@ -16,6 +16,7 @@ import torch
 
 from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import same, torch_dtype
+from graphc.lowering.context import View
 from graphc.lowering.expand import expansion
 from graphc.lowering.groups import Grouping, root
 
@@ -60,6 +61,14 @@ def find_places(graph: Graph, grouping: Grouping) -> Places:
     if not _may_stop(graph):
         finder.homes(places.homes)
     return places
+
+
+def updates(graph: Graph) -> Iterator[tuple[Value, Value]]:
+    """(input or state, its next content) where that changes."""
+    for table in (graph.state_updates, graph.input_updates):
+        for target, value in table.items():
+            if value is not target:
+                yield target, value
 
 
 def _may_stop(graph: Graph) -> bool:
@@ -109,15 +118,14 @@ class _Finder:
     # -- updates ------------------------------------------------------------------------------
 
     def homes(self, homes: dict[Value, Value]) -> None:
-        for table in (self.graph.state_updates, self.graph.input_updates):
-            for target, value in table.items():
-                if value is target or value in homes or value.producer is None:
-                    continue
-                chain = self._chain(target, value)
-                if chain is not None:
-                    homes.update(dict.fromkeys(chain, target))
-                elif self._fresh(target, value):
-                    homes[value] = target
+        for target, value in updates(self.graph):
+            if value in homes or value.producer is None:
+                continue
+            chain = self._chain(target, value)
+            if chain is not None:
+                homes.update(dict.fromkeys(chain, target))
+            elif self._fresh(target, value):
+                homes[value] = target
 
     def _chain(self, target: Value, value: Value) -> list[Value] | None:
         """The values of partial writes that lead from the old content to the new one."""
@@ -212,3 +220,24 @@ def permutation(node: Node) -> list[int] | None:
         order[a], order[b] = order[b], order[a]
         return order
     return None
+
+
+def permuted(views: list[View], cat: Node, value: Value) -> list[View]:
+    """Views of what is concatenated, with the dimensions of `value`, a permutation of it."""
+    orders: list[list[int]] = []
+    while value.producer is not cat:
+        node = value.producer
+        assert node is not None
+        order = permutation(node)
+        assert order is not None
+        orders.append(order)
+        value = node.args[0]
+    for order in reversed(orders):
+        views = [
+            view.with_(
+                shape=tuple(view.shape[d] for d in order),
+                strides=tuple(view.strides[d] for d in order),
+            )
+            for view in views
+        ]
+    return views

@@ -34,7 +34,7 @@ from graphc.lowering import views
 from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
 from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
-from graphc.lowering.in_place import Places, concatenated, find_places, permutation
+from graphc.lowering.in_place import Places, concatenated, find_places, permuted, updates
 from graphc.lowering.layout import channels_last_strides, channels_last_values
 from graphc.lowering.loop_axes import collapsible, result_axes
 from graphc.lowering.loop_build import build_loop
@@ -47,6 +47,8 @@ from graphc.lowering.steps import (
     FallbackStep,
     KernelStep,
     Lowered,
+    label_of,
+    used_constants,
 )
 from graphc.lowering.tuning import Choice, Tuning
 from graphc.lowering.work import loop_flops
@@ -98,7 +100,7 @@ class Lowering:
         self.current = None
         results, types = self._results()
         self._updates()
-        self._drop_unused_constants()
+        self.constants = used_constants(self.buffers, self.steps, self.constants)
         return Lowered(
             graph, self.buffers, self.steps, self.constants, results, types, self.fallbacks
         )
@@ -106,12 +108,8 @@ class Lowering:
     def _updates(self) -> None:
         """Writes the new contents of states and inputs, all of them read before any is written:
         one may be another's old content (a swap), or its own seen differently."""
-        pending = [
-            (self.view(value), self.memory[target])
-            for table in (self.graph.state_updates, self.graph.input_updates)
-            for target, value in table.items()
-            if value is not target and self.view(value) != self.memory[target]
-        ]
+        pending = [(self.view(v), self.memory[target]) for target, v in updates(self.graph)]
+        pending = [(source, target) for source, target in pending if source != target]
         overwritten = {target.buffer for _, target in pending}
         for position, (source, target) in enumerate(pending):
             if source.buffer in overwritten:
@@ -121,25 +119,6 @@ class Lowering:
                 pending[position] = (kept, target)
         for source, target in pending:
             self._copy(source, target)
-
-    def _drop_unused_constants(self) -> None:
-        """Weights that only their packed form is read of need no place in the plan."""
-        used: set[int] = set()
-        for step in self.steps:
-            if isinstance(step, KernelStep):
-                used.update(step.reads, step.writes, (v.buffer for v in step.pointers))
-            else:
-                used.update(step.reads)
-        kept: list[ConstantInfo] = []
-        for number, info in enumerate(self.buffers):
-            if info.kind != "weight":
-                continue
-            if number in used:
-                kept.append(self.constants[info.index])
-                info.index = len(kept) - 1
-            else:
-                info.kind, info.index, info.nbytes = "arena", -1, 0
-        self.constants = kept
 
     def _buffer(self, kind: str, index: int, type_: TensorType, name: str) -> View:
         shape = type_.shape
@@ -242,7 +221,7 @@ class Lowering:
         if not stored:
             return
         loop = build_loop(self, group, stored, self.grouping)
-        self._emit_loop(loop, [m.name for m in group.members], _label(group.members))
+        self._emit_loop(loop, [m.name for m in group.members], label_of(group.members))
 
     def _stored(self, group: Group) -> list[Value]:
         """Values of the group that others read through memory."""
@@ -440,26 +419,12 @@ class Lowering:
         raise InternalError(f"{value.name} is read before it is in memory")
 
     def parts(self, value: Any, dim: int) -> list[View]:
-        """The views that make up a value along `dim`: of a concatenation that only attention
-        reads, what is concatenated."""
+        """What a value is concatenated of, if only attention reads it; else its view."""
         cat = None if value in self.memory else concatenated(value, dim)
         if cat is None or cat not in self.places.parted or cat.outputs[0] in self.memory:
             return [self.view(value)]
-        made = [self.view(part) for part in cat.args[0] if part.type.shape != (0,)]
-        orders = []
-        while value.producer is not cat:
-            orders.append(permutation(value.producer))
-            value = value.producer.args[0]
-        for order in reversed(orders):
-            assert order is not None
-            made = [
-                view.with_(
-                    shape=tuple(view.shape[d] for d in order),
-                    strides=tuple(view.strides[d] for d in order),
-                )
-                for view in made
-            ]
-        return made
+        parts = [self.view(part) for part in cat.args[0] if part.type.shape != (0,)]
+        return permuted(parts, cat, value)
 
     def _row_major(self, view: View) -> View:
         if is_row_major(view.shape, view.strides):
@@ -633,9 +598,3 @@ class Lowering:
 
 def _writes_any_layout(node: Node | None) -> bool:
     return node is not None and node.target.endswith("attention.default")
-
-
-def _label(members: Sequence[Node]) -> str:
-    names = [m.target.split(".")[1] for m in members]
-    short = names if len(names) <= 4 else [*names[:3], f"+{len(names) - 3}"]
-    return "_".join(short)

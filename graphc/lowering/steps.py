@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,3 +79,35 @@ class Lowered:
     results: list[tuple[str, Any]]  # ("buffer", id) | ("input", i) | ("constant", v) | ("dim", d)
     result_types: list[TensorType | None]
     fallbacks: list[tuple[str, str, str]] = field(default_factory=list)  # node, reason, location
+
+
+def used_constants(
+    buffers: Sequence[BufferInfo],
+    steps: Sequence[KernelStep | FallbackStep],
+    constants: Sequence[ConstantInfo],
+) -> list[ConstantInfo]:
+    """The constants that Steps read; `buffers` are renumbered. Weights that only their packed form
+    is read of need no place in the plan."""
+    used: set[int] = set()
+    for step in steps:
+        if isinstance(step, KernelStep):
+            used.update(step.reads, step.writes, (v.buffer for v in step.pointers))
+        else:
+            used.update(step.reads)
+    kept: list[ConstantInfo] = []
+    for number, info in enumerate(buffers):
+        if info.kind != "weight":
+            continue
+        if number in used:
+            kept.append(constants[info.index])
+            info.index = len(kept) - 1
+        else:
+            info.kind, info.index, info.nbytes = "arena", -1, 0
+    return kept
+
+
+def label_of(members: Sequence[Node]) -> str:
+    """What a loop over these nodes is called."""
+    names = [m.target.split(".")[1] for m in members]
+    short = names if len(names) <= 4 else [*names[:3], f"+{len(names) - 3}"]
+    return "_".join(short)

@@ -14,13 +14,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import msgspec
 
 from graphc.errors import DamagedError, PlanMismatchError, UsageError
 from graphc.plan import ABI_VERSION, FORMAT_VERSION, Plan, PlanWork, Weight
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MANIFEST = "plan.json"
 WEIGHTS = "weights.bin"
@@ -35,7 +37,7 @@ _TAIL = b"}\n"
 _REBUILD = "rebuild the plan: graphc build"
 
 #: content of one file of a plan: bytes or text to write, or a file to take over
-Content = bytes | str | Path
+Content: TypeAlias = "bytes | str | Path"
 
 
 class _Payload(msgspec.Struct, frozen=True):
@@ -66,7 +68,7 @@ class WeightsWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.weights: list[Weight] = []
-        self._file: BinaryIO = path.open("wb")
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
         self._end = 0
         self._places: dict[tuple[bytes, int], int] = {}
 
@@ -121,6 +123,7 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
     """
     import shutil  # here, not above: a program that only loads plans starts sooner
     import tempfile
+    from pathlib import Path
 
     folder = Path(folder).absolute()
     if folder.exists() and (
@@ -173,8 +176,8 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file in writes as large as the kernel takes. Linux then keeps it in its page cache in
-    pages as large as it finds, where a mapped file is read faster than in the pieces that
+    """Copies a file in writes as large as the kernel takes. Linux then keeps it in its page cache
+    in pages as large as it finds, where a mapped file is read faster than in the pieces that
     shutil.copyfile leaves."""
     import contextlib
     import mmap
@@ -198,9 +201,9 @@ def _safe_name(name: str) -> str:
     return name
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Path | str) -> str:
     """SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -214,10 +217,10 @@ def read_plan(folder: Path | str) -> Plan:
     Raises UsageError (no plan there), PlanMismatchError (another version), DamagedError (naming
     the file).
     """
-    folder = Path(folder)
-    manifest = folder / MANIFEST
+    manifest = os.path.join(folder, MANIFEST)
     try:
-        text = manifest.read_bytes()
+        with open(manifest, "rb") as file:
+            text = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
             "no plan found",
@@ -229,31 +232,31 @@ def read_plan(folder: Path | str) -> Plan:
         decoded = msgspec.json.decode(payload, type=_Payload)
     except msgspec.DecodeError as error:
         _check_versions(payload, manifest)
-        raise DamagedError(
-            f"cannot be read: {error}", where=str(manifest), hint=_REBUILD
-        ) from error
+        raise DamagedError(f"cannot be read: {error}", where=manifest, hint=_REBUILD) from error
     _check_versions(payload, manifest, decoded.plan)
     for name, size in decoded.sizes.items():
         try:
-            found = (folder / _safe_name(name)).stat().st_size
+            found = os.stat(os.path.join(folder, _safe_name(name))).st_size
         except OSError as error:
             raise DamagedError(
-                "a file of the plan is missing", where=str(folder / name), hint=_REBUILD
+                "a file of the plan is missing", where=os.path.join(folder, name), hint=_REBUILD
             ) from error
         if found != size:
             raise DamagedError(
-                f"expected {size:,} bytes, found {found:,}", where=str(folder / name), hint=_REBUILD
+                f"expected {size:,} bytes, found {found:,}",
+                where=os.path.join(folder, name),
+                hint=_REBUILD,
             )
     if set(decoded.sizes) != set(decoded.plan.files):
-        raise DamagedError("its tables of files disagree", where=str(manifest), hint=_REBUILD)
+        raise DamagedError("its tables of files disagree", where=manifest, hint=_REBUILD)
     for name in (KERNELS, WEIGHTS):
         if name not in decoded.sizes:
-            raise DamagedError(f"{name} is not listed", where=str(manifest), hint=_REBUILD)
+            raise DamagedError(f"{name} is not listed", where=manifest, hint=_REBUILD)
     size = decoded.sizes[WEIGHTS]
     for weight in decoded.plan.weights:
         if weight.offset < 0 or weight.offset + weight.nbytes > size:
             raise DamagedError(
-                f"weight {weight.name} lies outside {WEIGHTS}", where=str(manifest), hint=_REBUILD
+                f"weight {weight.name} lies outside {WEIGHTS}", where=manifest, hint=_REBUILD
             )
     verify_files(folder, decoded.plan, (KERNELS,))
     return decoded.plan
@@ -262,29 +265,30 @@ def read_plan(folder: Path | str) -> Plan:
 def read_work(folder: Path | str, plan: Plan) -> PlanWork:
     """What each Step of a plan has to do; `plan` is what `read_plan` gave. Raises DamagedError,
     also for a plan that was built before there was a work.json."""
-    path = Path(folder) / WORK
+    path = os.path.join(folder, WORK)
     if WORK not in plan.files:
         raise DamagedError(
             "the plan does not say what its Steps do", where=str(folder), hint=_REBUILD
         )
     verify_files(folder, plan, (WORK,))
     try:
-        return msgspec.json.decode(path.read_bytes(), type=PlanWork)
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=PlanWork)
     except msgspec.DecodeError as error:
-        raise DamagedError(f"cannot be read: {error}", where=str(path), hint=_REBUILD) from error
+        raise DamagedError(f"cannot be read: {error}", where=path, hint=_REBUILD) from error
 
 
-def _checked_payload(text: bytes, manifest: Path) -> bytes:
+def _checked_payload(text: bytes, manifest: str) -> bytes:
     head = len(_HEAD % (b"0" * 64))
     prefix = _HEAD[: _HEAD.index(b"%s")]
     if text.startswith(prefix) and text.endswith(_TAIL):
         payload = text[head : -len(_TAIL)]
         if text[:head] == _HEAD % hashlib.sha256(payload).hexdigest().encode():
             return payload
-    raise DamagedError("the manifest does not match its digest", where=str(manifest), hint=_REBUILD)
+    raise DamagedError("the manifest does not match its digest", where=manifest, hint=_REBUILD)
 
 
-def _check_versions(payload: bytes, manifest: Path, plan: Plan | None = None) -> None:
+def _check_versions(payload: bytes, manifest: str, plan: Plan | None = None) -> None:
     if plan is None:
         try:
             found = msgspec.json.decode(payload, type=_Header).plan
@@ -298,7 +302,7 @@ def _check_versions(payload: bytes, manifest: Path, plan: Plan | None = None) ->
     ):
         if wanted != number:
             raise PlanMismatchError(
-                f"expected plan {what} {wanted}, found {number}", where=str(manifest), hint=_REBUILD
+                f"expected plan {what} {wanted}, found {number}", where=manifest, hint=_REBUILD
             )
 
 
@@ -306,7 +310,7 @@ def verify_files(folder: Path | str, plan: Plan, names: Iterable[str] | None = N
     """Compares files (all by default) with their SHA-256; DamagedError names the first that
     differs."""
     for name in plan.files if names is None else names:
-        path = Path(folder) / name
+        path = os.path.join(folder, name)
         try:
             found = file_digest(path)
         except OSError as error:

@@ -8,7 +8,6 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,8 @@ from graphc.errors import DamagedError, InternalError, PlanMismatchError
 from graphc.plan import ABI_VERSION, OPERATORS, Expression, Plan, Program
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 _MAGIC = 0x31504347
@@ -59,7 +60,7 @@ class Frame(ctypes.Structure):
 class Library:
     """A plan's kernels.so, loaded."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         try:
             self._library = ctypes.CDLL(str(path))
             for name, result, arguments in (
@@ -123,22 +124,22 @@ _pools: dict[tuple[int, int], int] = {}  # (pool version, threads) -> address
 os.register_at_fork(after_in_child=_pools.clear)
 
 
-def load_library(path: Path, digest: str) -> Library:
+def load_library(path: Path | str, digest: str) -> Library:
     """The library with this content. Equal content is loaded once per process. The loader goes by
     path, so other content at a path that was loaded before is loaded from a private copy."""
     with _lock:
         if digest not in _libraries:
-            place = str(path.resolve())
+            place = os.path.realpath(path)
             if place in _paths:
                 import shutil
                 import tempfile
 
                 with tempfile.TemporaryDirectory(prefix="graphc-") as folder:
-                    copy = Path(folder) / f"{digest}.so"
+                    copy = os.path.join(folder, f"{digest}.so")
                     shutil.copyfile(path, copy)
                     library = Library(copy)  # stays mapped when the file is gone
             else:
-                library = Library(Path(place))
+                library = Library(place)
                 _paths.add(place)
             _libraries[digest] = library
         return _libraries[digest]

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,8 @@ import numpy as np
 from graphc.errors import DamagedError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 PAGE = 4096
@@ -80,10 +81,10 @@ class MappedFile:
     """A file mapped read-only; pages come in when first read. An empty file has the address of an
     empty page."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
         try:
-            with path.open("rb") as file:
+            with open(path, "rb") as file:
                 size = file.seek(0, 2)
                 if size:
                     self._map: Any = mmap.mmap(

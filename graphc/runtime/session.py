@@ -7,11 +7,11 @@ result = session.run(tokens, mask=mask)
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +30,8 @@ from graphc.runtime.states import States
 from graphc.runtime.tensors import Bound, Input
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
     from graphc.runtime.trace import Trace
@@ -69,16 +71,16 @@ def load(path: Path | str, *, threads: int | None = None, verify: bool = False) 
     DamagedError (naming the file).
     """
     begin = time.perf_counter()
-    folder = Path(path)
+    folder = os.fspath(path)
     if threads is None:
         threads = default_threads()
     if threads < 1:
         raise UsageError(f"expected at least one thread, found {threads}")
     plan = read_plan(folder)
-    check_machine(plan.machine, str(folder))
+    check_machine(plan.machine, folder)
     if verify:
         verify_files(folder, plan)
-    library = load_library(folder / KERNELS, plan.files[KERNELS])
+    library = load_library(os.path.join(folder, KERNELS), plan.files[KERNELS])
     return Session(plan, folder, library, threads, begin)
 
 
@@ -86,14 +88,14 @@ class Session:
     """Made by `load`. Runs from several threads take turns."""
 
     def __init__(
-        self, plan: Plan, folder: Path, library: Library, threads: int, begin: float
+        self, plan: Plan, folder: str, library: Library, threads: int, begin: float
     ) -> None:
         self.plan = plan
         self.folder = folder
         self.threads = threads
         self.stats = Stats()
         self._lock = threading.Lock()
-        self._weights = MappedFile(folder / WEIGHTS)
+        self._weights = MappedFile(os.path.join(folder, WEIGHTS))
         self._binder = Binder(plan)
         self._results = read_tree(plan.results)
         self._slots = [Input(t, i in plan.mutated_inputs) for i, t in enumerate(plan.inputs)]
@@ -176,13 +178,13 @@ class Session:
     def save_states(self, path: Path | str) -> None:
         """Writes all states to one .npz file."""
         with self._lock:
-            self._states.save(Path(path))
+            self._states.save(path)
 
     def load_states(self, path: Path | str) -> None:
         """Reads states that `save_states` of a Session of this model wrote. Raises DamagedError,
         or UsageError if they are another model's."""
         with self._lock:
-            self._states.load(Path(path))
+            self._states.load(path)
 
     # ------------------------------------------------------------ what it did
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,8 @@ from graphc.runtime.pool import Region
 from graphc.runtime.tensors import ITEMSIZE, numpy_dtype
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 
@@ -64,13 +65,13 @@ class States:
             )
         }
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Raw bytes per state, with dtype and shape in its key: "name|float32|2x3"."""
         arrays = {self._key(i): region.bytes for i, region in enumerate(self._regions)}
-        with path.open("wb") as file:
+        with open(path, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path | str) -> None:
         from zipfile import BadZipFile
 
         try:

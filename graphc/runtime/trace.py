@@ -55,7 +55,7 @@ class Trace:
     `dropped` counts events that found no room; the reserved memory is sized so that there are none.
     """
 
-    def __init__(self, plan: Plan, folder: Path, threads: int) -> None:
+    def __init__(self, plan: Plan, folder: Path | str, threads: int) -> None:
         self._plan = plan
         self._folder = folder
         self._threads = threads

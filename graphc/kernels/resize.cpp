@@ -182,5 +182,7 @@ void grid_sample(const gc_args* args, int64_t begin, int64_t end) {
   GC_KERNEL(gc_cubic_##TAG, gc::interpolate<TYPE, 4>)         \
   GC_KERNEL(gc_grid_sample_##TAG, gc::grid_sample<TYPE>)
 GC_FOR_BYTES(GC_NEAREST)
+#if !defined(GC_ONE_DTYPE) || defined(GC_ONLY_f64)
 GC_KERNEL(gc_nearest_f64, gc::nearest_rows<double, double>)
+#endif
 GC_FOR_FLOATS(GC_FLOAT)

@@ -182,22 +182,16 @@ void divide(const gc_args* args, int64_t begin, int64_t end) {
     gc::scatter(args, begin, end, gc::Apply{A::run, A::list});                      \
   }
 #define GC_SET(TAG, TYPE) GC_ONE(gc_scatter_set_##TAG, TYPE, TYPE, Set)
-#define GC_REDUCE(TAG, D, S)                       \
-  GC_ONE(gc_scatter_sum_##TAG, D, S, Add)          \
-  GC_ONE(gc_scatter_prod_##TAG, D, S, Mul)         \
-  GC_ONE(gc_scatter_amax_##TAG, D, S, Max)         \
-  GC_ONE(gc_scatter_amin_##TAG, D, S, Min)
-#define GC_MEAN(TAG, A, D)                                                          \
+// bf16 and f16 sources go into an fp32 destination, and so do their sums on the way to a mean
+#define GC_REDUCE(TAG, S)                                          \
+  GC_ONE(gc_scatter_sum_##TAG, gc::Arith<S>::type, S, Add)         \
+  GC_ONE(gc_scatter_prod_##TAG, gc::Arith<S>::type, S, Mul)        \
+  GC_ONE(gc_scatter_amax_##TAG, gc::Arith<S>::type, S, Max)        \
+  GC_ONE(gc_scatter_amin_##TAG, gc::Arith<S>::type, S, Min)
+#define GC_MEAN(TAG, D)                                                             \
   GC_EXPORT void gc_scatter_mean_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
-    gc::divide<A, D>(args, begin, end);                                             \
+    gc::divide<gc::Arith<D>::type, D>(args, begin, end);                            \
   }
 GC_FOR_BYTES(GC_SET)
-// bf16 and f16 sources go into an fp32 destination
-GC_REDUCE(f32, float, float) GC_REDUCE(f64, double, double)
-GC_REDUCE(bf16, float, gc::bf16) GC_REDUCE(f16, float, gc::f16)
-GC_REDUCE(u8, uint8_t, uint8_t) GC_REDUCE(i8, int8_t, int8_t) GC_REDUCE(i16, int16_t, int16_t)
-GC_REDUCE(i32, int32_t, int32_t) GC_REDUCE(i64, int64_t, int64_t)
-GC_MEAN(f32, float, float) GC_MEAN(f64, double, double)
-GC_MEAN(bf16, float, gc::bf16) GC_MEAN(f16, float, gc::f16)
-GC_MEAN(u8, uint8_t, uint8_t) GC_MEAN(i8, int8_t, int8_t) GC_MEAN(i16, int16_t, int16_t)
-GC_MEAN(i32, int32_t, int32_t) GC_MEAN(i64, int64_t, int64_t)
+GC_FOR_ALL(GC_REDUCE)
+GC_FOR_ALL(GC_MEAN)

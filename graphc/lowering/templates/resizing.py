@@ -43,7 +43,7 @@ def _emit(ctx: LoweringContext, node: Node, symbol: str, flag: bool) -> None:
     planes, size, out = boxes(src, result, rank)
     immediates: list[Dim] = [*size, *out, *scales, int(flag)]
     ctx.kernel(
-        unit(ctx, "resize"),
+        unit(ctx, "resize", symbol.rpartition("_")[2]),
         symbol,
         pointers=[src, result],
         immediates=immediates,
@@ -123,7 +123,7 @@ def grid_sampler(ctx: LoweringContext, node: Node) -> None:
     (out,) = ctx.outputs(node)
     batch, channels, oh, ow = out.shape
     ctx.kernel(
-        unit(ctx, "resize"),
+        unit(ctx, "resize", suffix),
         f"gc_grid_sample_{suffix}",
         pointers=[src, grid, out],
         immediates=[

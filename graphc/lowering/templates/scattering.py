@@ -74,7 +74,7 @@ def emit(
     views = [index.view for index in box.indices]
     work = product([size for size, _ in box.sequence])
     ctx.kernel(
-        unit(ctx, "scatter"),
+        unit(ctx, "scatter", suffix),
         f"gc_scatter_{op}_{suffix}",
         pointers=[dst, src, alpha, *views],
         immediates=immediates,
@@ -141,7 +141,7 @@ def reduce_into(
         fill(ctx, one if include_self else scalar(ctx, node, "zero", 0, "int64"), counts, label)
         emit(ctx, "sum", counts, one, one, constant, label)
         ctx.kernel(
-            unit(ctx, "scatter"),
+            unit(ctx, "scatter", tag(out.dtype)),
             f"gc_scatter_mean_{tag(out.dtype)}",
             pointers=[sums, counts, out],
             reads=[sums, counts],

@@ -164,7 +164,7 @@ static void prefill(const gc_args* args, gc_epilogue epilogue, float scale, floa
           if (seen == NOTHING) continue;
         }
         const bool edge = b1 - 1 > p.t0 + s->ahead || b0 < p.t1 - s->back;
-        const bool plain = seen == EVERYTHING && !edge && cap == 0.0f && keys % TILE_ROWS == 0;
+        const bool plain = seen == EVERYTHING && !edge && cap == 0.0f && keys % WHOLE == 0;
         for (int64_t l = 0; l < p.width; l++) top[l] = NEGATIVE_INFINITY;
         score_block<A>(k + (b0 - k0) * d, p.q, d, keys, p.width, scores, plain ? top : nullptr);
         if (!plain) {

@@ -14,10 +14,12 @@
 
 namespace gc {
 
+// Rows of micro tiles: large ones, and small ones in the last eight rows of a panel. WHOLE rows are a
+// number of whole tiles.
 #if GC_VBYTES == 64
-constexpr int TILE_ROWS = 8;  // of a micro tile; divides a panel
+constexpr int LARGE = 8, SMALL = 8, WHOLE = 8;
 #else
-constexpr int TILE_ROWS = 4;
+constexpr int LARGE = 6, SMALL = 4, WHOLE = GC_NR;
 #endif
 
 // 2^x for x <= 0, as exp2_negative.
@@ -97,18 +99,18 @@ struct Pairs {
 };
 #endif
 
-// c[TILE_ROWS][NV vectors] (+)= a [k][32] x b [k][ldb] in items. `top`, if given, keeps the maximum
+// c[ROWS][NV vectors] (+)= a [k][32] x b [k][ldb] in items. `top`, if given, keeps the maximum
 // of each column over all tiles that it sees.
-template <class A, int NV>
+template <class A, int ROWS, int NV>
 GC_INLINE void multiply_tile(const typename A::item* a, const typename A::item* b, int64_t ldb,
                              int64_t k, float* c, int64_t ldc, bool add, float* top) {
-  vf acc[TILE_ROWS][NV] = {};
+  vf acc[ROWS][NV] = {};
   for (int64_t i = 0; i < k; i++, a += GC_NR, b += ldb) {
     typename A::vec bv[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) bv[v] = load<typename A::vec>(b + v * VL);
 #pragma GCC unroll 16
-    for (int r = 0; r < TILE_ROWS; r++) {
+    for (int r = 0; r < ROWS; r++) {
 #pragma GCC unroll 2
       for (int v = 0; v < NV; v++) acc[r][v] = A::multiply(acc[r][v], a[r], bv[v]);
     }
@@ -118,13 +120,30 @@ GC_INLINE void multiply_tile(const typename A::item* a, const typename A::item* 
     if (top) {
       vf m[2] = {load<vf>(top + v * VL), acc[0][v]};
 #pragma GCC unroll 16
-      for (int r = 1; r < TILE_ROWS; r++) m[r % 2] = max_or_first(m[r % 2], acc[r][v]);
+      for (int r = 1; r < ROWS; r++) m[r % 2] = max_or_first(m[r % 2], acc[r][v]);
       store(top + v * VL, max_or_first(m[0], m[1]));
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < TILE_ROWS; r++) {
+    for (int r = 0; r < ROWS; r++) {
       float* p = c + r * ldc + v * VL;
       store(p, add ? load<vf>(p) + acc[r][v] : acc[r][v]);
+    }
+  }
+}
+
+template <int N> struct Rows {
+  static constexpr int count = N;
+};
+
+// The tiles of rows [0, rows) of a panel: f(first row, number of rows as a type).
+template <class F> GC_INLINE void for_tiles(int64_t rows, F f) {
+  for (int64_t r = 0; r < rows;) {
+    if (LARGE != SMALL && r + 8 < GC_NR) {
+      f(r, Rows<LARGE>());
+      r += LARGE;
+    } else {
+      f(r, Rows<SMALL>());
+      r += SMALL;
     }
   }
 }
@@ -134,16 +153,17 @@ GC_INLINE void multiply_tile(const typename A::item* a, const typename A::item* 
 template <class A>
 static void score_block(const typename A::item* k, const typename A::item* q, int64_t steps,
                         int64_t keys, int64_t width, float* s, float* top) {
-  for (int64_t j = 0; j < keys; j += TILE_ROWS) {
-    const typename A::item* tile = k + j / GC_NR * steps * GC_NR + j % GC_NR;
-    for (int64_t h = 0; h < width; h += 2 * VL) {
-      if (width - h > VL)
-        multiply_tile<A, 2>(tile, q + h, GC_NR, steps, s + j * GC_NR + h, GC_NR, false,
-                            top ? top + h : nullptr);
-      else
-        multiply_tile<A, 1>(tile, q + h, GC_NR, steps, s + j * GC_NR + h, GC_NR, false,
-                            top ? top + h : nullptr);
-    }
+  for (; keys > 0; keys -= GC_NR, k += steps * GC_NR, s += GC_NR * GC_NR) {
+    for_tiles(keys < GC_NR ? keys : GC_NR, [&](int64_t r, auto rows) {
+      constexpr int R = decltype(rows)::count;
+      for (int64_t h = 0; h < width; h += 2 * VL) {
+        float* const maximum = top ? top + h : nullptr;
+        if (width - h > VL)
+          multiply_tile<A, R, 2>(k + r, q + h, GC_NR, steps, s + r * GC_NR + h, GC_NR, false, maximum);
+        else
+          multiply_tile<A, R, 1>(k + r, q + h, GC_NR, steps, s + r * GC_NR + h, GC_NR, false, maximum);
+      }
+    });
   }
 }
 
@@ -151,9 +171,11 @@ static void score_block(const typename A::item* k, const typename A::item* q, in
 template <class A>
 static void mix_block(const typename A::item* weights, const typename A::item* v, int64_t ldv,
                       int64_t steps, int64_t lanes, float* out, int64_t ld, bool add) {
-  for (int64_t r = 0; r < lanes; r += TILE_ROWS)
+  for_tiles(lanes, [&](int64_t r, auto rows) {
+    constexpr int R = decltype(rows)::count;
     for (int h = 0; h < GC_NR; h += 2 * VL)
-      multiply_tile<A, 2>(weights + r, v + h, ldv, steps, out + r * ld + h, ld, add, nullptr);
+      multiply_tile<A, R, 2>(weights + r, v + h, ldv, steps, out + r * ld + h, ld, add, nullptr);
+  });
 }
 
 }  // namespace gc

@@ -95,7 +95,7 @@ def _judge(key: str, rows: dict[str, Any]) -> Judged:
     if OURS in errors and errors.get("eager"):
         error = errors[OURS] / errors["eager"]
     wanted = mark(workload, dtype)
-    short = []
+    short = [] if ours else ["graphc did not run"]
     if ratio is not None and ratio < wanted:
         short.append(f"{ratio:.2f} < {wanted:g}")
     if workload.startswith("step:") and dtype == "bf16" and own and ours:

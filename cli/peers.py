@@ -59,10 +59,10 @@ def _graphc(job: Job) -> Call:
 
 
 def _build_graphc(job: Job) -> None:
-    from graphc import api
-
     plan = Path(job.folder) / "plan"
     if job.onnx:
+        from graphc import api
+
         inputs = load_inputs(job)
         arrays: list[Array] = []
         mapped((inputs.args, inputs.kwargs), arrays.append)
@@ -77,6 +77,8 @@ def _build_graphc(job: Job) -> None:
     args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
     # what loading the module took is no peer's build either
     clock = _Clock(job)
+    from graphc import api
+
     api.build_module(module, args, kwargs, output=plan)
     clock.stop()
 

@@ -50,6 +50,7 @@ class Worker:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "PYTHONPATH": os.pathsep.join([str(Path(cli.__file__).parents[1]), *_python_path()]),
+            **(environment or {}),
         }
         command = [sys.executable, "-m", "cli.worker"]
         with self.log.open("w") as log:

@@ -57,6 +57,8 @@ def test_a_decode_step_is_judged_by_careful_peers() -> None:
     step, _, split, other = dense_table.judge(results)
     assert step.best == "openvino (split)" and step.ratio == pytest.approx(2.6) and not step.short
     assert split.short == ["1.30 < 2.4"]
+    (missing,) = dense_table.judge({"rows": {"mlp:1 fp32 1": _row(eager=1.0)}})
+    assert missing.short == ["graphc did not run"]
     assert other.ratio is None and other.short == ["as written 5.00 < 6"]
 
 
@@ -135,6 +137,11 @@ def test_a_race_checks_and_times(tmp_path: Path) -> None:
         def __exit__(self, *_: object) -> None:
             lines.append("free")
 
+    named = race.Worker(_job(tmp_path, peer="graphc"), environment={"GRAPHC_CACHE_DIR": "here"})
+    variables = Path(f"/proc/{named.process.pid}/environ")
+    if variables.exists():
+        assert b"GRAPHC_CACHE_DIR=here" in variables.read_bytes().split(b"\0")
+    named.close()
     entries, skipped = race.race(
         {
             "eager": _job(tmp_path),

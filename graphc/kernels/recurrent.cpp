@@ -30,7 +30,7 @@ template <> struct Product<bf16> { static constexpr gc_gemm_function run = gc_ge
 template <> struct Product<f16> { static constexpr gc_gemm_function run = gc_gemm_f16; };
 
 // Epilogue: the fp32 tile as it is, to ptr[3] with rows of imm[1] columns.
-void store(const gc_args* args, const float* acc, int64_t ld, int64_t, int64_t m0, int64_t mr,
+void store_gates(const gc_args* args, const float* acc, int64_t ld, int64_t, int64_t m0, int64_t mr,
            int64_t n0, int64_t nr) {
   const int64_t n = args->imm[1];
   float* out = (float*)args->ptr[3] + m0 * n + n0;
@@ -144,7 +144,7 @@ void walk(const gc_args* args, int64_t begin, int64_t end) {
 
     for (int64_t s = 0; s < steps; ++s) {
       const int64_t t = direction ? steps - 1 - s : s;
-      Product<T>::run(&g, &inner, store, 0, (n + 31) / 32);
+      Product<T>::run(&g, &inner, store_gates, 0, (n + 31) / 32);
       for (int64_t r = 0; r < rows; ++r) {
         Cell::update(h, projected + t * in_t + r * in_b, gates + r * n, hidden_bias, state + r * h,
                      hidden + r * h);
@@ -167,7 +167,7 @@ void walk(const gc_args* args, int64_t begin, int64_t end) {
 #define GC_DEFINE(TAG, TYPE)                                                                   \
   GC_KERNEL(gc_recurrent_bias_##TAG, if (begin < end) gc::bias<TYPE>(args))                    \
   GC_KERNEL(gc_recurrent_project_##TAG,                                                        \
-            gc_gemm_entry(gc_gemm_##TAG, args, gc::store, true, 1.0f, 1.0f, begin, end))       \
+            gc_gemm_entry(gc_gemm_##TAG, args, gc::store_gates, true, 1.0f, 1.0f, begin, end))       \
   GC_KERNEL(gc_lstm_##TAG, gc::walk<TYPE, gc::Lstm>(args, begin, end))                         \
   GC_KERNEL(gc_gru_##TAG, gc::walk<TYPE, gc::Gru>(args, begin, end))                           \
   GC_KERNEL(gc_rnn_tanh_##TAG, gc::walk<TYPE, gc::Tanh>(args, begin, end))                     \

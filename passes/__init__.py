@@ -9,6 +9,7 @@ from passes.fusion.layer_norm import LayerNorm
 from passes.fusion.merged_linear import MergedLinear
 from passes.fusion.rms_norm import RmsNorm
 from passes.fusion.softmax import Softmax
+from passes.fusion.split_attention import SplitAttention
 from passes.quantization.integer_conv import IntegerConv
 from passes.quantization.integer_linear import IntegerLinear
 from passes.simplify.arithmetic import Arithmetic
@@ -35,6 +36,7 @@ PIPELINE: tuple[Pass, ...] = (
     Softmax(),  # before attention, which looks for it
     LayerNorm(),  # before rms_norm, which would take its second half
     RmsNorm(),
+    SplitAttention(),  # keys in parts become one matrix, before attention looks for it
     Attention(),  # scores never in memory
     CausalAttention(),  # half the work where the mask is a triangle
     GroupedQuery(),  # keys and values read once per group of heads

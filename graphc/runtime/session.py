@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphc.runtime.trace import Trace
 
 _CHOICES = 256  # remembered shape assignments
+_MOVE_AFTER = 3  # runs before the weights move to huge pages
 
 
 class Stats(msgspec.Struct):
@@ -58,7 +59,13 @@ class StepTime(msgspec.Struct, frozen=True):
     nanoseconds: int
 
 
-def load(path: Path | str, *, threads: int | None = None, verify: bool = False) -> Session:
+def load(
+    path: Path | str,
+    *,
+    threads: int | None = None,
+    verify: bool = False,
+    share_weights: bool | None = None,
+) -> Session:
     """Loads a plan folder.
 
     Args:
@@ -66,6 +73,9 @@ def load(path: Path | str, *, threads: int | None = None, verify: bool = False) 
         threads: threads of native steps, the caller included; default: $GRAPHC_THREADS, else the
             CPUs this process may use. Results do not depend on it.
         verify: read and hash every file, the weights too.
+        share_weights: leave the weights in the page cache, which all processes share. Otherwise a
+            Session that runs repeatedly moves them into huge pages of its own, which are read
+            faster (graphc.runtime.weights). Default: whether $GRAPHC_SHARE_WEIGHTS is set.
 
     Raises UsageError (no plan there), PlanMismatchError (another format, ABI or CPU),
     DamagedError (naming the file).
@@ -81,14 +91,22 @@ def load(path: Path | str, *, threads: int | None = None, verify: bool = False) 
     if verify:
         verify_files(folder, plan)
     library = load_library(os.path.join(folder, KERNELS), plan.files[KERNELS])
-    return Session(plan, folder, library, threads, begin)
+    if share_weights is None:
+        share_weights = bool(os.environ.get("GRAPHC_SHARE_WEIGHTS"))
+    return Session(plan, folder, library, threads, begin, share_weights)
 
 
 class Session:
     """Made by `load`. Runs from several threads take turns."""
 
     def __init__(
-        self, plan: Plan, folder: str, library: Library, threads: int, begin: float
+        self,
+        plan: Plan,
+        folder: str,
+        library: Library,
+        threads: int,
+        begin: float,
+        share_weights: bool,
     ) -> None:
         self.plan = plan
         self.folder = folder
@@ -106,6 +124,8 @@ class Session:
         self._execution = Execution(
             plan, library, self._weights, self._chooser, natives, self._states, threads
         )
+        self._move_after = -1 if share_weights else _MOVE_AFTER
+        self._mover: threading.Thread | None = None
         self._begin = begin
         self._load_seconds = time.perf_counter() - begin
         self._first_seconds: float | None = None
@@ -144,6 +164,10 @@ class Session:
             for i in self.plan.mutated_inputs:
                 self._slots[i].write_back(bound[i])
             self.stats.runs += 1
+            if self.stats.runs == self._move_after:
+                from graphc.runtime.weights import move_in_background
+
+                self._mover = move_in_background(self._weights)
             self.stats.fallback_calls = self._execution.fallback_calls
             for b in bound:
                 if b.used is not b.given:

@@ -174,14 +174,14 @@ def print_profile(result: Mapping[str, Any]) -> None:
     click.echo(
         "\nwhat to fix, by the time lost against the roofline" if measured_ else "\nby kernel"
     )
-    worth = [fix for fix in result["fixes"] if (fix["lost_ns"] or fix["ns"]) >= 0.005 * total]
     table = [
         [
-            duration((fix["ns"] if fix["lost_ns"] is None else fix["lost_ns"]) * 1e-9),
+            duration(worth * 1e-9),
             _percent(fix["share"]), _percent(fix["fraction"]), fix["steps"], fix["kernel"],
             ", ".join(fix["places"][:2] or fix["labels"][:1]), fix["hint"],
         ]
-        for fix in worth[:FIXES]
+        for fix in result["fixes"][:FIXES]
+        if (worth := fix["ns"] if fix["lost_ns"] is None else fix["lost_ns"]) >= 0.005 * total
     ]  # fmt: skip
     heading = "lost" if measured_ else "time"
     print_table([heading, "share", "of peak", "steps", "kernel", "at", "why"], table, "rrrr")

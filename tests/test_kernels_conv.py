@@ -102,7 +102,10 @@ def test_transposed(isa: str) -> None:
         check(
             name, isa, x, random(6, 4, 3, 4, dtype=dtype), None, [2, 3], [1, 2], [1, 0], 2, [2, 1]
         )
+        check(name, isa, x, random(6, 1, 2, 3, dtype=dtype), random(1, dtype=dtype), [2, 3])
+        check(name, isa, x, random(6, 23, 1, 2, dtype=dtype), None, [1, 2])
     check("aten.conv_transpose1d.default", isa, random(1, 3, 30), random(3, 8, 4), random(8), [4])
+    check("aten.conv_transpose1d.default", isa, random(1, 3, 230), random(3, 8, 2), random(8), [2])
     check("aten.conv_transpose3d.input", isa, random(1, 3, 4, 5, 3), random(3, 2, 2, 3, 2), None,
           [2, 1, 2])  # fmt: skip
     check("aten.convolution.default", isa, random(1, 6, 8, 8), random(6, 3, 3, 3), None,

@@ -36,6 +36,9 @@ GC_CONV(bf16);
 // Transposed: one unit is (group, phase of the stride, block of pixels of that phase, panel).
 GC_CONV(transposed_f32);
 GC_CONV(transposed_bf16);
+// Transposed with windows that do not overlap: see conv_expand.cpp.
+GC_CONV(expand_f32);
+GC_CONV(expand_bf16);
 // One channel per group: weights [tap][channel] fp32; one unit is (image, row of the output, panel).
 GC_CONV(depthwise_f32);
 GC_CONV(depthwise_bf16);

@@ -65,6 +65,25 @@ def _keeps_channels_last(node: Node, what: str, found: set[Value]) -> bool:
     return name.startswith(_EITHER) and len(node.outputs) == 1 and node.args[0] in found
 
 
+def concatenation_windows(
+    graph: Graph, kinds: dict[Node, tuple[str, str]], channels_last: set[Value]
+) -> dict[Value, tuple[Node, int]]:
+    """Values that are written where a concatenation wants them, with the concatenation and their
+    place in it: both are stored channels last, and the value is computed, not a view."""
+    windows: dict[Value, tuple[Node, int]] = {}
+    for node in graph.nodes:
+        if node.target != "aten.cat.default" or node.outputs[0] not in channels_last:
+            continue
+        for place, part in enumerate(node.args[0]):
+            made = part.producer is not None and kinds[part.producer][0] in (
+                "template",
+                "pointwise",
+            )
+            if made and part in channels_last and part.type.dtype == node.outputs[0].type.dtype:
+                windows.setdefault(part, (node, place))
+    return windows
+
+
 def _same_shape(a: Value, b: Value) -> bool:
     return len(a.type.shape) == len(b.type.shape) and all(
         same(x, y) for x, y in zip(a.type.shape, b.type.shape, strict=True)

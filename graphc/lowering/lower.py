@@ -35,7 +35,11 @@ from graphc.lowering.context import RULES, Epilogue, Refuse, Unit, View
 from graphc.lowering.expand import expand
 from graphc.lowering.groups import Group, Grouping, group_nodes, result_parts, root
 from graphc.lowering.in_place import Places, concatenated, find_places, permuted, updates
-from graphc.lowering.layout import channels_last_strides, channels_last_values
+from graphc.lowering.layout import (
+    channels_last_strides,
+    channels_last_values,
+    concatenation_windows,
+)
 from graphc.lowering.loop_axes import collapsible, result_axes
 from graphc.lowering.loop_build import build_loop
 from graphc.lowering.loop_codegen import generate
@@ -71,6 +75,7 @@ class Lowering:
         self._choices: dict[str, None] = {}  # keys of what the current rule asked
         self.grouping: Grouping = group_nodes(graph)
         self.channels_last = channels_last_values(graph, self.grouping.kinds)
+        self.windows = concatenation_windows(graph, self.grouping.kinds, self.channels_last)
         self.buffers: list[BufferInfo] = []
         self.steps: list[KernelStep | FallbackStep] = []
         self.constants: list[ConstantInfo] = []
@@ -313,18 +318,11 @@ class Lowering:
         result = node.outputs[0]
         target = self.allocate(result)
         if node.target == "aten.cat.default":
-            parts = [v for v in node.args[0] if v.type.shape != (0,)]
-            dim = int(node.argument("dim")) % max(len(result.type.shape), 1)
-            position: Dim = 0
-            for part in parts:
+            for place, part in enumerate(node.args[0]):
                 source = self.view(part)
-                size = part.type.shape[dim]
-                window = target.with_(
-                    shape=source.shape,
-                    offset=as_dim(target.offset + position * target.strides[dim]),
-                )
-                self._copy(source, window)
-                position = as_dim(position + size)
+                written = self.windows.get(part) == (node, place) and source.buffer == target.buffer
+                if part.type.shape != (0,) and not written:
+                    self._copy(source, self._window(node, place))
             return
         source = self.view(node.args[0])
         pads = list(node.args[1])
@@ -342,6 +340,16 @@ class Lowering:
             source.with_(shape=tuple(shape), offset=offset_in),
             target.with_(shape=tuple(shape), offset=offset_out),
         )
+
+    def _window(self, cat: Node, place: int) -> View:
+        """Where the `place`-th operand of a concatenation lies in its result."""
+        target, parts = self.allocate(cat.outputs[0]), cat.args[0]
+        dim = int(cat.argument("dim")) % max(len(target.shape), 1)
+        before = [v.type.shape[dim] for v in parts[:place] if v.type.shape != (0,)]
+        offset = target.offset
+        for size in before:
+            offset = as_dim(offset + size * target.strides[dim])
+        return target.with_(shape=parts[place].type.shape, offset=offset)
 
     # -- fallback -----------------------------------------------------------------------------
 
@@ -452,6 +460,9 @@ class Lowering:
             }
         elif value in self._result_buffers:
             view = self._result_buffers[value]
+        elif value in self.windows:
+            node, place = self.windows[value]
+            view = self._window(node, place)
         else:
             view = self._buffer("arena", -1, value.type, value.name)
             if value in self.channels_last:

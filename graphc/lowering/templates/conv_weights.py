@@ -58,14 +58,16 @@ def packed_weights(
     groups: int,
     transposed: bool,
     sizes: Sequence[int],
-    merged: bool,
-    depthwise: bool,
+    order: str,
 ) -> View:
     """The weights in the kernel's layout: packed now if constant, else by a Step. `storage` is
-    their dtype in the graph, `kind` that of the kernel; merged: the taps of a row are channels."""
+    their dtype in the graph, `kind` that of the kernel. order: "taps" (depthwise, [tap][channel]),
+    or, for constants, "merged" (the taps of a row are channels) or "expanded" (the taps of a row
+    are output channels, its rows groups)."""
     import torch
 
     constant = ctx.weight(node.args[1])
+    depthwise = order == "taps"
     taps = int(product_of(sizes[2:]))
     c, oc = (sizes[0] // groups, sizes[1]) if transposed else (sizes[1], sizes[0] // groups)
     if constant is not None:
@@ -76,10 +78,13 @@ def packed_weights(
         w = w.reshape(groups * oc, c, taps)
         if depthwise:
             return ctx.constant(f"{node.name}.weight", w.view(-1, taps).t(), layout="conv_taps")
-        if merged:
-            row = sizes[-1]
+        row = sizes[-1]
+        if order == "merged":
             w = w.reshape(oc, c, taps // row, row).permute(0, 3, 1, 2)
             w = w.reshape(oc, row * c, taps // row)
+        elif order == "expanded":
+            w = w.reshape(oc, c, taps // row, row).permute(2, 3, 0, 1)
+            groups, w = taps // row, w.reshape(-1, c, 1)
         data = pack_conv_weight(w, groups, pairs=kind == "bf16")
         return ctx.constant(f"{node.name}.weight", data, layout=f"conv_panels_{kind}")
     source = ctx.contiguous(node.args[1])

@@ -59,6 +59,16 @@ class _Geometry:
         return int(product_of(self.kernel))
 
     @property
+    def expands(self) -> bool:
+        """Transposed, with windows that do not overlap and cover the result."""
+        conv, size = self.conv, self.x.shape[2:]
+        return (
+            conv.transposed and conv.groups == 1 and conv.stride == self.kernel
+            and conv.padding == (0, 0, 0) and (conv.dilation == (1, 1, 1))
+            and all(same(o, i * k) for o, i, k in zip(self.out, size, self.kernel, strict=True))
+        )  # fmt: skip
+
+    @property
     def depthwise(self) -> bool:
         return self.c == 1 and self.oc == 1 and self.conv.groups > 1 and not self.conv.transposed
 
@@ -142,22 +152,30 @@ def emit_fast(
     if merged or widened or not (same(g.x.strides[1], 1) or same(g.x.shape[1], 1)):
         g = arranged(ctx, node, g, merged)
     kind = FAST[g.x.dtype]
-    weights = packed_weights(
-        ctx, node, storage, kind, conv.groups, conv.transposed, sizes, merged, depthwise
-    )
+    expands = g.expands and constant is not None
+    order = "merged" if merged else "expanded" if expands else "taps" if depthwise else ""
+    weights = packed_weights(ctx, node, storage, kind, conv.groups, conv.transposed, sizes, order)
     z = g.x.shape[0]
-    block = unit_pixels(ctx, g, z * product_of(g.out))
+    block = FEW if expands else unit_pixels(ctx, g, z * product_of(g.out))
     pointers = [g.x, weights, *([bias] if bias is not None else [])]
     immediates = immediates_of(g, bias, block)
+    row = expands and channels == 1  # a tile is a row of pixels
     epilogue = ctx.epilogue(
-        node, (z, pixels, channels), len(pointers), len(immediates), channels_last=True
-    )
+        node, (z, channels, pixels) if row else (z, pixels, channels), len(pointers),
+        len(immediates), channels_last=not row,
+    )  # fmt: skip
     panels = ceildiv(conv.groups if depthwise else g.oc, PANEL)
     units = ["conv_micro"]
     if depthwise:
         name, range_ = "conv_depthwise", z * g.out[0] * g.out[1] * panels
         work, units = g.out[2] * PANEL * taps, []
         scratch = 4 * (SEGMENT * PANEL + PANEL) + 8 * g.kernel[0] * g.kernel[1]
+    elif expands:
+        name, columns = "conv_expand", g.kernel[2] * g.oc
+        segments = ceildiv(g.x.shape[4], block)
+        range_ = z * g.x.shape[2] * g.x.shape[3] * segments * g.kernel[0] * g.kernel[1]
+        work = columns * block * g.c
+        scratch = unit_scratch(g, block) + 64 + 4 * columns * (block + 1) + 4 * PANEL
     elif conv.transposed:
         name = "conv_transposed"
         grid = [ceildiv(o, s) for o, s in zip(g.out, conv.stride, strict=True)]

@@ -228,7 +228,9 @@ def _softmax(b: Builder, node: Node) -> Sequence[Value] | None:
     parts = None if _empty(node) else _softmax_parts(b, node)
     if parts is None:
         return None
-    return [_like(b, b.call1(aten.div.Tensor, parts[1], parts[2]), node)]
+    # one quotient a row; each element is then a product, within one ulp of the quotient
+    inverse = b.call1(aten.reciprocal.default, parts[2])
+    return [_like(b, b.call1(aten.mul.Tensor, parts[1], inverse), node)]
 
 
 @expansion("_safe_softmax.default")

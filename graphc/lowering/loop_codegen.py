@@ -13,65 +13,28 @@ Shapes of the generated code:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import sympy
 
 from graphc.ir.types import Dim, as_dim, product
-from graphc.lowering.context import View, ceildiv
-from graphc.lowering.loop_axes import rebuild, reorder, simplify
+from graphc.lowering.context import ceildiv
+from graphc.lowering.loop_kernel import Kernel, prepare
 from graphc.lowering.loop_reduce import COLUMNS, Accumulation, accumulator, column_accumulator
-from graphc.lowering.loop_writer import Arguments, Generated, Writer, loads_as
-from graphc.lowering.loops import Compute, Load, Loop, Reduce, Scalar, Store, row_level
-from graphc.lowering.pointwise import COMPUTE, STORAGE, cast
-
-_HEADER = '#include "prelude.h"\n#include "vmath.h"\n\n'
+from graphc.lowering.loop_vector import vector_kernel
+from graphc.lowering.loop_writer import Generated
+from graphc.lowering.loops import Compute, Load, Loop, Reduce, Scalar, Store
+from graphc.lowering.pointwise import COMPUTE, cast
 
 
 def generate(loop: Loop) -> Generated:
     """The kernel of a loop without a product in front of it."""
-    return _Kernel(loop).generate()
+    loop = prepare(loop)
+    return vector_kernel(loop) or _Kernel(loop).generate()
 
 
-class _Kernel(Writer):
+class _Kernel(Kernel):
     """Flat, row, reducing-row and reducing-column kernels."""
-
-    def __init__(self, loop: Loop) -> None:
-        loop = reorder(loop, self._order(loop))
-        loop = simplify(loop)
-        if not loop.domain:
-            loop = rebuild(loop, [1], frozenset(), lambda s: (0,), lambda a: 0)
-        super().__init__(loop, Arguments())
-        self.scalars = loop.scalars()
-        self.rows = row_level(loop, self.scalars)
-        self.kept = [a for a in range(len(loop.domain)) if a not in loop.reduced]
-        self.inner_axes = [a for a in range(len(loop.domain)) if a in loop.reduced]
-        self.scratch: list[tuple[int, str]] = []
-        self.loop_vars: dict[int, str] = {}
-        self.bases: dict[tuple[str, tuple[Dim, ...]], str] = {}
-        self.vector_axis = -1
-
-    @staticmethod
-    def _order(loop: Loop) -> list[int]:
-        """Kept axes first. Without reduction: the axis with most unit strides goes inside."""
-        axes = list(range(len(loop.domain)))
-        if loop.reduced:
-            return [a for a in axes if a not in loop.reduced] + [
-                a for a in axes if a in loop.reduced
-            ]
-        if len(axes) < 2:
-            return axes
-
-        def unit(axis: int) -> tuple[int, int]:
-            stores = sum(1 for s in loop.stores if s.strides[axis] == 1)
-            loads = sum(1 for load in loop.loads() if load.strides[axis] == 1)
-            return stores * 2 + loads, axis
-
-        # outer axes in the order of the first store's strides: writes run through memory
-        inner = max(axes, key=unit)
-        rest = [a for a in axes if a != inner]
-        return [*rest, inner]
 
     def generate(self) -> Generated:
         if self.loop.reduced:
@@ -81,79 +44,7 @@ class _Kernel(Writer):
                 body, range_, grain, scratch = self._row_kernel()
         else:
             body, range_, grain, scratch = self._plain_kernel()
-        text = (
-            f"GC_EXPORT void GC_NAME(const gc_args* a, int64_t begin, int64_t end) {{\n"
-            f"{self.arguments.prologue()}{body}}}\n"
-        )
-        symbol = "k_" + hashlib.sha256(text.encode()).hexdigest()[:16]
-        source = _HEADER + text.replace("GC_NAME", symbol)
-        reads = [load.view for load in self.loop.loads()]
-        writes = [store.view for store in self.loop.stores]
-        return Generated(
-            symbol, source, self.arguments.pointers, self.arguments.immediates, range_, grain,
-            scratch, reads, writes,
-        )  # fmt: skip
-
-    # -- addressing ---------------------------------------------------------------------------
-
-    def _offset(self, strides: Sequence[Dim], axes: Sequence[int]) -> str:
-        """Sum of index * stride over axes, as C++ ("0" if none matter)."""
-        parts: list[str] = []
-        for axis in axes:
-            stride = strides[axis]
-            if stride == 0 or axis not in self.loop_vars:
-                continue
-            size = self.arguments.size(stride)
-            index = self.loop_vars[axis]
-            parts.append(index if size == "1" else f"{index} * {size}")
-        return " + ".join(parts) or "0"
-
-    def _element(self, view: View, strides: tuple[Dim, ...], write: bool = False) -> str:
-        pointer = self.arguments.pointer(view, write)
-        key = (pointer, strides)
-        base = self.bases.get(key, pointer)
-        axes = [self.vector_axis] if key in self.bases else list(self.loop_vars)
-        return f"{base}[{self._offset(strides, axes)}]"
-
-    def load(self, load: Load) -> str:
-        return loads_as(load, self._element(load.view, load.strides))
-
-    def position(self, axis: int) -> str:
-        return self.loop_vars[axis]
-
-    def _hoist(self, loads: Sequence[Load], stores: Sequence[Store]) -> None:
-        """Row pointers for the accesses of the coming inner loop."""
-        outer = [a for a in self.loop_vars if a != self.vector_axis]
-        for view, strides, write in (
-            *((x.view, x.strides, False) for x in loads),
-            *((s.view, s.strides, True) for s in stores),
-        ):
-            pointer = self.arguments.pointer(view, write)
-            key = (pointer, strides)
-            if key in self.bases:
-                continue
-            name = f"q{len(self.bases)}_{len(self.lines)}"
-            const = "" if write else "const "
-            self.line(
-                f"{const}{STORAGE[view.dtype]}* {name} = {pointer} + "
-                f"{self._offset(strides, outer)};"
-            )
-            self.bases[key] = name
-
-    def _unravel(self, index: str, axes: Sequence[int]) -> None:
-        """Splits a linear index over `axes` into one variable each."""
-        rest = index
-        for position, axis in enumerate(reversed(axes)):
-            name = f"x{axis}"
-            if position == len(axes) - 1:
-                self.line(f"const int64_t {name} = {rest};")
-            else:
-                size = self.arguments.size(self.loop.domain[axis])
-                self.line(f"const int64_t {name} = {rest} % {size};")
-                following = f"r{axis}"
-                self.line(f"const int64_t {following} = {rest} / {size};")
-                rest = following
-            self.loop_vars[axis] = name
+        return self.finish(body, range_, grain, scratch)
 
     # -- without reduction --------------------------------------------------------------------
 
@@ -217,16 +108,6 @@ class _Kernel(Writer):
         kept = sum(1 for x in full if x.strides[last_kept] == 1)
         reduced = sum(1 for x in full if x.strides[last_reduced] == 1)
         return kept > reduced
-
-    def _levels(self) -> dict[int, int]:
-        """The inner loop (0, 1, ...) in which each scalar is available first."""
-        levels: dict[int, int] = {}
-        for scalar in self.scalars:
-            if isinstance(scalar, Reduce):
-                levels[id(scalar)] = levels[id(scalar.arg)] + 1
-            else:
-                levels[id(scalar)] = max((levels[id(o)] for o in scalar.operands()), default=0)
-        return levels
 
     def _row_kernel(self) -> tuple[str, Dim, int, Dim]:
         levels = self._levels()

@@ -1,4 +1,5 @@
-"""A Loop behind a product kernel: the gc_epilogue that finishes one tile of accumulators."""
+"""A Loop behind a product kernel: the gc_epilogue that finishes one tile of accumulators, in
+explicit vectors where the arithmetic is float or bool (see `loop_lanes`)."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from collections.abc import Sequence
 from graphc.ir.types import Dim
 from graphc.lowering.context import View
 from graphc.lowering.loop_axes import collapses
-from graphc.lowering.loop_writer import Arguments, Writer, loads_as
-from graphc.lowering.loops import Load, Loop
-from graphc.lowering.pointwise import STORAGE
+from graphc.lowering.loop_lanes import LaneWriter, lanes_of, vectorisable
+from graphc.lowering.loop_writer import Arguments, loads_as
+from graphc.lowering.loops import Accumulator, Load, Loop
+from graphc.lowering.pointwise import FLOATS, STORAGE
 
 
 def generate_epilogue(
@@ -22,13 +24,22 @@ def generate_epilogue(
     return _Epilogue(loop, axes, first_pointer, first_immediate).generate()
 
 
-class _Epilogue(Writer):
+class _Epilogue(LaneWriter):
+    index = "j"
+
     def __init__(
         self, loop: Loop, axes: tuple[Sequence[int], Sequence[int], Sequence[int]],
         first_pointer: int, first_immediate: int,
     ) -> None:  # fmt: skip
         super().__init__(loop, Arguments(first_pointer, first_immediate))
         self.axes = axes
+        scalars = loop.scalars()
+        lanes = lanes_of(loop, scalars, axes[2])
+        work = vectorisable(loop, scalars, lanes, axes[2]) or all(
+            isinstance(s.scalar, Accumulator) and s.view.dtype in FLOATS for s in loop.stores
+        )
+        self.vectors = work and all(s.view.dtype != "float64" for s in loop.stores)
+        self.lanes = lanes if self.vectors else set()
         self.bases: dict[tuple[str, tuple[Dim, ...]], str] = {}
 
     def _stride(self, strides: tuple[Dim, ...], group: int) -> str:
@@ -76,8 +87,11 @@ class _Epilogue(Writer):
     def load(self, load: Load) -> str:
         return loads_as(load, self._element(load.view, load.strides))
 
+    def place(self, view: View, strides: tuple[Dim, ...], write: bool) -> tuple[str, str]:
+        return self._base(view, strides, write), self._stride(strides, 2)
+
     def accumulator(self) -> str:
-        return "t[j]"
+        return "gc::vload(t + j, w)" if self.vectors else "t[j]"
 
     def generate(self) -> tuple[str, str, Arguments]:
         self.indent = "    "
@@ -87,21 +101,36 @@ class _Epilogue(Writer):
             self._base(store.view, store.strides, True)
         bases = self.lines
         self.lines = []
-        self.indent = "        "
-        for store in self.loop.stores:
-            value = self.stored(store)
-            self.line(f"{self._element(store.view, store.strides, True)} = {value};")
-        body = "\n".join(self.lines)
+        if self.vectors:
+            self.indent = "    "
+            for scalar in self.loop.scalars():  # what does not vary along a row
+                if id(scalar) not in self.lanes:
+                    self.emit(scalar)
+            bases += self.lines
+            self.lines = []
+            self.indent = "        "
+            for store in self.loop.stores:
+                self.lane_store(store)
+            loop = (
+                "      gc::sweep<1>(0, (int64_t)width, [&](int64_t j, auto w, auto) "
+                "__attribute__((always_inline)) {\n" + "\n".join(self.lines) + "\n      });\n"
+            )
+        else:
+            self.indent = "        "
+            for store in self.loop.stores:
+                value = self.stored(store)
+                self.line(f"{self._element(store.view, store.strides, True)} = {value};")
+            loop = (
+                "#pragma GCC ivdep\n      for (int64_t j = 0; j < (int64_t)width; ++j) {\n"
+                + "\n".join(self.lines) + "\n      }\n"
+            )  # fmt: skip
         text = (
             "static void GC_NAME(const gc_args* a, const float* acc, int64_t ld, int64_t z, "
             "int64_t m0, int64_t mr, int64_t n0, int64_t nr) {\n"
             f"{self.arguments.prologue()}"
             "  for (int64_t m = 0; m < mr; ++m) {\n"
             "    const float* __restrict t = acc + m * ld;\n" + "\n".join(bases) + "\n"
-            "    auto row = [&](auto width) __attribute__((always_inline)) {\n"
-            "#pragma GCC ivdep\n"
-            "      for (int64_t j = 0; j < (int64_t)width; ++j) {\n" + body + "\n"
-            "      }\n    };\n"
+            "    auto row = [&](auto width) __attribute__((always_inline)) {\n" + loop + "    };\n"
             "    if (nr == 32) row(std::integral_constant<int64_t, 32>{});\n"
             "    else row(nr);\n  }\n}\n"
         )

@@ -32,8 +32,10 @@ def _bounds(dtype: str) -> tuple[str, str]:
         return "-INFINITY", "INFINITY"
     if dtype == "bool":
         return "0", "1"
-    ctype = COMPUTE[dtype]
-    return f"std::numeric_limits<{ctype}>::min()", f"std::numeric_limits<{ctype}>::max()"
+    bits = dtype.removeprefix("u").removeprefix("int")
+    if dtype.startswith("u"):
+        return "0", f"UINT{bits}_MAX"
+    return f"INT{bits}_MIN", f"INT{bits}_MAX"
 
 
 def accumulator(scalar: Reduce, number: int) -> Accumulation:
@@ -126,3 +128,49 @@ def column_accumulator(scalar: Reduce, number: int) -> Accumulation:
         f"{a}[j]",
         takes,
     )
+
+
+@dataclass
+class LaneAccumulation:
+    """The C++ pieces of one reduction in registers: `step` adds a vector, `join` moves the
+    registers into the sum so far and empties them."""
+
+    declare: list[str]
+    step: Callable[[str], list[str]]
+    result: str
+    dtype: str
+    join: list[str] = field(default_factory=list)
+
+
+def lane_accumulator(scalar: Reduce, number: int, unroll: int) -> LaneAccumulation:
+    """A reduction of float or bool vectors into `unroll` registers (kinds as in `Reduce`, without
+    positions). Sums are joined in double."""
+    a, kind = f"a{number}", scalar.kind
+    registers = f"gc::vf {a}v[{unroll}]"
+    if kind in ("sum", "mean", "prod"):
+        unit, op, word = ("1", "*", "prod") if kind == "prod" else ("0", "+", "sum")
+        fill = f"for (auto& t : {a}v) t = gc::splat({unit}.0f);"
+        return LaneAccumulation(
+            [f"double {a} = {unit};", f"{registers};", fill],
+            lambda v: [f"{a}v[u] {op}= gc::only({v}, {unit}.0f, w);"], a, "float32",
+            [f"{a} {op}= gc::h{word}(gc::{word}_of({a}v));", fill],
+        )  # fmt: skip
+    if kind in ("any", "all"):
+        unit, op, word = ("0", "|", "any") if kind == "any" else ("-1", "&", "all")
+        return LaneAccumulation(
+            [f"gc::vi {a}v[{unroll}];", f"for (auto& t : {a}v) t = {unit} - gc::vi{{}};"],
+            lambda v: [f"{a}v[u] {op}= gc::only({v}, {unit}, w);"],
+            f"gc::h{word}(gc::{word}_of({a}v))", "bool",
+        )  # fmt: skip
+    if kind in ("max", "min"):
+        unit, op = ("-INFINITY", ">") if kind == "max" else ("INFINITY", "<")
+        return LaneAccumulation(
+            [f"{registers}; gc::vi {a}n[{unroll}] = {{}};",
+             f"for (auto& t : {a}v) t = gc::splat({unit});"],
+            lambda v: [
+                f"{{ const gc::vf t = gc::only({v}, {unit}, w); {a}n[u] |= t != t; "
+                f"{a}v[u] = t {op} {a}v[u] ? t : {a}v[u]; }}"
+            ],
+            f"gc::hany(gc::any_of({a}n)) ? NAN : gc::h{kind}(gc::{kind}_of({a}v))", "float32",
+        )  # fmt: skip
+    raise InternalError(f"no reduction {kind} in registers")

@@ -75,7 +75,7 @@ def cast(expression: str, source: str, target: str) -> str:
 def rounded(expression: str, dtype: str) -> str:
     """Rounds a float to what `dtype` can hold (an explicit cast in the user's model)."""
     if dtype in ("bfloat16", "float16"):
-        return f"(float){STORAGE[dtype]}({expression})"
+        return f"gc::rounded<{STORAGE[dtype]}>({expression})"
     return expression
 
 
@@ -144,7 +144,8 @@ def _pow(node: Node, a: str, b: str) -> str:
             0: "1", 1: a, 2: f"({a} * {a})", 3: f"({a} * {a} * {a})",
         }  # fmt: skip
         if exponent in simple:
-            return f"({COMPUTE[_result(node)]})({simple[int(exponent)]})"
+            value = simple[int(exponent)]
+            return value if exponent else f"({COMPUTE[_result(node)]})1"
         if is_float(_result(node)):
             if exponent == 4:
                 return f"(({a} * {a}) * ({a} * {a}))"
@@ -220,7 +221,7 @@ def _sign(node: Node, x: str) -> str:
     t = COMPUTE[_result(node)]
     if t == "bool":
         return x
-    return f"({t})(({x} > 0) - ({x} < 0))"  # 0 for NaN, as torch's
+    return f"({x} > 0 ? ({t})1 : {x} < 0 ? ({t})-1 : ({t})0)"  # 0 for NaN, as torch's
 
 
 def _abs(node: Node, x: str) -> str:

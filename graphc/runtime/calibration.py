@@ -75,8 +75,8 @@ class Peaks(msgspec.Struct, frozen=True):
 
     def best(self, other: Peaks | None) -> Peaks:
         """The higher figure of two calibrations of one CPU: nothing runs faster than it can, and
-        much runs slower on a busy machine."""
-        if other is None or other.key != self.key or _shape(other) != _shape(self):
+        much runs slower on a busy machine. Of those of all CPUs, more threads count."""
+        if other is None or other.key != self.key:
             return self
         return Peaks(
             self.cpu, self.key, _best_rates(self.one, other.one), _best_rates(self.all, other.all),
@@ -110,23 +110,26 @@ class Peaks(msgspec.Struct, frozen=True):
         raise AssertionError("the last level has no limit")
 
 
-def _shape(peaks: Peaks) -> list[tuple[object, ...]]:
-    """What must agree for two calibrations to be compared figure by figure."""
-    return [
-        (rates.threads, level.name, level.capacity, level.shared, level.working_set)
-        for rates in (peaks.one, peaks.all)
-        for level in rates.levels
-    ]
-
-
-def _best_rates(a: Rates, b: Rates) -> Rates:
+def _best_rates(new: Rates, old: Rates) -> Rates:
+    if new.threads != old.threads:
+        return max(new, old, key=lambda rates: rates.threads)
+    if [_place(level) for level in new.levels] != [_place(level) for level in old.levels]:
+        return new
     levels = [
         msgspec.structs.replace(
             x, read=max(x.read, y.read), write=max(x.write, y.write), copy=max(x.copy, y.copy)
         )
-        for x, y in zip(a.levels, b.levels, strict=True)
+        for x, y in zip(new.levels, old.levels, strict=True)
     ]
-    return Rates(a.threads, max(a.fp32, b.fp32), max(a.bf16, b.bf16), max(a.int8, b.int8), levels)
+    return Rates(
+        new.threads, max(new.fp32, old.fp32), max(new.bf16, old.bf16), max(new.int8, old.int8),
+        levels,
+    )  # fmt: skip
+
+
+def _place(level: Level) -> tuple[str, int, int, int]:
+    """What must agree for two measurements of a level to be compared."""
+    return level.name, level.capacity, level.shared, level.working_set
 
 
 class Calibrator:
@@ -261,13 +264,13 @@ def _pair(line: str) -> tuple[str, str]:
 
 
 def cpu_key() -> dict[str, str]:
-    """What the figures belong to: model, instructions, usable CPUs."""
+    """What the figures belong to: model, instructions, number of CPUs."""
     features = cpu_features() or frozenset()
     return {
         "cpu": cpu_name(),
         "architecture": architecture(),
         "features": " ".join(sorted(f for f in features if f.startswith(_INSTRUCTIONS))),
-        "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0),
+        "cpus": str(os.cpu_count() or 1),  # of the machine: pinning must not hide what is known
     }
 
 

@@ -23,6 +23,7 @@ class Assignment(msgspec.Struct):
     outputs: list[tuple[int, ...] | None]
     scratch: int  # bytes per thread
     unchecked: list[tuple[int, str]] = []  # guards on data-dependent symbols
+    placed: bool = False  # the arena knows its large buffers
 
 
 class _Source(msgspec.Struct, frozen=True):

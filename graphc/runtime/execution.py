@@ -116,6 +116,8 @@ class Execution:
                 native.symbols[:] = choice.symbols
             self._reserve_scratch(native.evaluate())
             native.assigned = choice
+            if self.arena.sparse and not choice.placed:
+                self._place(choice)
         if self.threads > 1:
             frame.pool = thread_pool(self._library, self.threads)
         frame.symbols = native.symbols_address
@@ -141,6 +143,13 @@ class Execution:
             if self.trace:
                 self.trace.end()
         return self._results(run, bound)
+
+    def _place(self, choice: Assignment) -> None:
+        """Huge pages for the large buffers of an arena that is planned for far longer inputs."""
+        choice.placed = True
+        for buffer in choice.native.program.buffers:
+            if buffer.kind == "arena" and choice.native.defined[buffer.nbytes]:
+                self.arena.use_huge_pages(buffer.offset, choice.native.value(buffer.nbytes))
 
     def _fallback(self, run: _Run, index: int, step: Any) -> None:
         native, schedule = run.choice.native, run.schedule

@@ -42,15 +42,18 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _prefer_huge_pages(mapped: mmap.mmap) -> None:
+def _prefer_huge_pages(mapped: mmap.mmap, start: int = 0, length: int | None = None) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        length = len(mapped) - start if length is None else length
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+            mapped.madvise(mmap.MADV_HUGEPAGE, start, length)
 
 
 class Region:
-    """Zeroed private memory. `address` is page aligned (2 MiB aligned from 4 MiB on, in huge
-    pages where the kernel grants them); `nbytes` is what was asked for."""
+    """Zeroed private memory. `address` is page aligned (2 MiB aligned from 4 MiB on); `nbytes` is
+    what was asked for. From 4 MiB on it comes in huge pages, where the kernel grants them; from
+    64 MiB on only the parts named by `use_huge_pages`: it may be planned for lengths far beyond
+    those in use, so that every small buffer would take a huge page of its own."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -64,13 +67,22 @@ class Region:
                 f"cannot reserve {nbytes:,} bytes for the arena: {error.strerror}",
                 hint="build with smaller limits, such as --bucket T=512,B=8",
             ) from error
-        if huge:
+        self.sparse = nbytes >= 32 * HUGE_PAGE
+        if huge and not self.sparse:
             _prefer_huge_pages(self._map)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         base = int(self._bytes.__array_interface__["data"][0])
         start = (round_up(base, HUGE_PAGE) - base) if huge else 0
+        self._start = start
         self.address = base + start
         self.bytes: NDArray[np.uint8] = self._bytes[start : start + nbytes]
+
+    def use_huge_pages(self, offset: int, nbytes: int) -> None:
+        """Huge pages for those that lie wholly in a part of a sparse region."""
+        first = round_up(offset, HUGE_PAGE)
+        last = (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
+        if self.sparse and first < last:
+            _prefer_huge_pages(self._map, self._start + first, last - first)
 
     def clear(self) -> None:
         """Sets all bytes to zero."""

@@ -7,6 +7,7 @@ result = session.run(tokens, mask=mask)
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -86,14 +87,22 @@ def load(
         threads = default_threads()
     if threads < 1:
         raise UsageError(f"expected at least one thread, found {threads}")
-    plan = read_plan(folder)
-    check_machine(plan.machine, folder)
-    if verify:
-        verify_files(folder, plan)
-    library = load_library(os.path.join(folder, KERNELS), plan.files[KERNELS])
     if share_weights is None:
         share_weights = bool(os.environ.get("GRAPHC_SHARE_WEIGHTS"))
-    return Session(plan, folder, library, threads, begin, share_weights)
+    # a manifest is thousands of objects that all stay: looking for garbage among them takes longer
+    # than reading it
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        plan = read_plan(folder)
+        check_machine(plan.machine, folder)
+        if verify:
+            verify_files(folder, plan)
+        library = load_library(os.path.join(folder, KERNELS), plan.files[KERNELS])
+        return Session(plan, folder, library, threads, begin, share_weights)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Session:

@@ -140,7 +140,7 @@ class _Row:
         entries, failed = race(
             jobs, rounds=options.rounds, seconds=options.seconds, hold=self._hold
         )
-        for name in wanted:
+        for name in (REFERENCE, *wanted):
             record["skipped"].pop(name, None)
         record["skipped"] |= skipped | failed
         for name, entry in entries.items():

@@ -302,6 +302,8 @@ def _build_reference(job: Job) -> None:
     """The results in float64 of the module as it is at the job's dtype: weights and inputs are
     rounded first, so what is measured is the error of the computation."""
     import torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._pytree import tree_map
 
     module, inputs = _module(job, job.dtype).double(), load_inputs(job)
     if job.onnx:  # reads its types off the file
@@ -314,8 +316,20 @@ def _build_reference(job: Job) -> None:
         made = tensor(array)
         return made.double() if made.is_floating_point() else made
 
+    class Double(TorchFunctionMode):
+        """Conversions to float32 inside of the model become conversions to float64."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            def wide(leaf: Any) -> Any:
+                return torch.float64 if leaf is torch.float32 else leaf
+
+            args, kwargs = tree_map(wide, (args, kwargs or {}))
+            return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), Double():
             result = module(*mapped(inputs.args, double), **mapped(inputs.kwargs, double))
     except Exception as error:
         raise _first_line("float64", error) from None

@@ -101,10 +101,10 @@ def test_workloads_run(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Writes(nn.Module):
-    """Scales its input in place."""
+    """Scales its input in place; sums in float32 whatever its dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(2) + 1
+        return x.mul_(2).float() + x.to(torch.float32).exp()
 
 
 def load_writes(model: str, dtype: str | None) -> nn.Module:
@@ -128,6 +128,8 @@ def _job(place: Path, **changes: Any) -> Job:
 def test_a_race_checks_and_times(tmp_path: Path) -> None:
     reference = race.prepare(_job(tmp_path, peer="float64"), "1")
     assert reference["cpu_s"] > 0
+    with np.load(tmp_path / "reference.npz") as file:  # in float64 all the way
+        np.testing.assert_allclose(file["arr_0"], 2 + np.exp(np.full((2, 3), 2.0)), rtol=1e-14)
     lines: list[str] = []
 
     class Hold:

@@ -43,7 +43,8 @@ check: lint ## lint, pyright, then all tests with warnings as errors
 	$(PY) -m pytest
 
 bench: venv ## time the dense workloads against every peer (takes hours; ROWS=regex for some)
-	$(PY) benchmarks/dense.py --threads 1,2 --cold --json bench.json --rows "$(ROWS)"
+	$(PY) benchmarks/dense.py --threads 1,2 --cold --json bench.json --rows "$(ROWS)" \
+		--markdown docs/benchmarks.md
 
 conformance: venv ## run the suites in SUITES=folder, print one table and one JSON
 	@test -n "$(SUITES)" || { echo "usage: make conformance SUITES=folder" >&2; exit 2; }

@@ -132,7 +132,7 @@ def hint(
     kinds = {program.buffers[number].kind for number in kernel.reads}
     if kinds == {"weight"}:
         return "computed from weights alone: could be done at build"
-    if kernel.label.endswith(".pack"):
+    if kernel.label.endswith((".pack", ".arrange")):
         return "rearranges an operand at run time, for the product that reads it"
     if kernel.label == "copy" or kernel.symbol.startswith(("gc_linear_copy", "gc_mapped_copy")):
         return "a copy: what follows wants another layout"

@@ -114,7 +114,7 @@ def build_captured(
         from graphc.tuner import Tuner
 
         place = store.root if store.writable else None
-        tuner = Tuner(level, store, place, options.jobs, options.progress)
+        tuner = Tuner(level, store, place, options.jobs, options.progress, options.require_cached)
     try:
         return build_plan(
             Request(

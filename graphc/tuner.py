@@ -100,6 +100,7 @@ class Tuner:
     folder: Path | None
     jobs: int | None = None
     progress: Progress | None = None
+    require_cached: bool = False
 
     def tune(
         self, graph: Graph, lengths: Lengths
@@ -175,8 +176,9 @@ class Tuner:
         units.setdefault(executor.source, executor)
         compiler = Compiler.discover()
         objects = compile_units(
-            list(units.values()), self.isa, compiler, self.store, jobs=self.jobs
-        )
+            list(units.values()), self.isa, compiler, self.store, jobs=self.jobs,
+            require_cached=self.require_cached,
+        )  # fmt: skip
         library = folder / KERNELS
         link(objects.objects, library, compiler, self.store)
         return library

@@ -76,7 +76,10 @@ def test_the_best_of_two_calibrations() -> None:
     assert (both.one, both.all, both.runs) == (rates(1, 1), rates(4, 3), 2)
     assert busy.best(None) == busy
     assert busy.best(replace(quiet, key={"cpu": "another"})) == busy
-    assert busy.best(replace(quiet, all=rates(8, 9))) == busy
+    pinned = replace(quiet, all=rates(1, 9))  # a calibration on fewer CPUs tells less
+    assert pinned.best(busy).all == busy.best(pinned).all == busy.all
+    other = replace(quiet.all, levels=quiet.all.levels[:2])
+    assert busy.best(replace(quiet, all=other)).all == busy.all
 
 
 def test_caches_as_the_system_tells_them(tmp_path: Path) -> None:

@@ -244,6 +244,6 @@ def arithmetic(step: KernelStep) -> str:
     dtype = step.pointers[0].dtype if step.pointers else "float32"
     if dtype == "float64":
         return "fp64"
-    if not re.match(r"gemm_|attention_|conv_|grouped_|gc_recurrent", step.symbol):
+    if not re.match(r"gemm_|attention_|conv_(?!depthwise)|gc_grouped|gc_recurrent", step.symbol):
         return "fp32"
     return {"bfloat16": "bf16", "int8": "int8", "uint8": "int8"}.get(dtype, "fp32")

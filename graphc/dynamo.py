@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._guards
 from torch import fx
 
 from graphc.errors import GraphcError, InputRejectedError, UnsupportedError, UsageError
@@ -181,10 +182,10 @@ class _Compiled:
         module = _Module(self.graph, self.placeholders, frozen, constants).eval()
         # fresh tensors: dynamo's are marked, and the capture must not see those marks
         examples = tuple(t.detach().clone() for t in self._tensors(inputs))
+        shapes = None if self.fixed else self._dynamic()
         # the capture is one of its own: without this it takes part in dynamo's, lengths and all
         with torch._guards.tracing(None), torch.no_grad():
             try:
-                shapes = None if self.fixed else self._dynamic()
                 captured = capture(module, examples, {}, shapes, keep=native_operators())
             except GraphcError:
                 if self.fixed or shapes is None:

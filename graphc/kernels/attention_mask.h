@@ -6,6 +6,8 @@
 
 namespace gc {
 
+typedef uint8_t vb8 __attribute__((vector_size(8)));
+
 enum Shown { NOTHING, SOMETHING, EVERYTHING };
 
 // Scratch of masks: rows [32][KEYS], and turned [KEYS][32].
@@ -20,7 +22,10 @@ template <class T> GC_INLINE float additive(T x, float unit) {
   const float natural = to_float(x), scaled = natural * unit;
   return scaled == NEGATIVE_INFINITY && natural != NEGATIVE_INFINITY ? -__FLT_MAX__ : scaled;
 }
-template <> inline float additive<bool>(bool x, float) { return x ? 0.0f : NEGATIVE_INFINITY; }
+// 0 or -inf, without a branch.
+template <> inline float additive<bool>(bool x, float) {
+  return bits_to_f32(((uint32_t)x - 1u) & 0xff800000u);
+}
 
 template <class T>
 static void mask_row(const T* m, int64_t step, int64_t keys, float unit, float* row) {
@@ -31,15 +36,26 @@ static void mask_row(const T* m, int64_t step, int64_t keys, float unit, float* 
   }
 }
 
+template <>
+inline void mask_row<bool>(const bool* m, int64_t step, int64_t keys, float, float* row) {
+  int64_t j = 0;
+  if (step == 1) {
+    for (; j + 8 <= keys; j += 8) {  // 0 or all ones above the mantissa: 0.0f or -inf
+      const vu8 kept = __builtin_convertvector(load<vb8>(m + j), vu8);
+      store(row + j, (kept - 1u) & 0xff800000u);
+    }
+  }
+  for (; j < keys; j++) row[j] = additive(m[j * step], 0.0f);
+}
+
 // What a boolean row shows.
 static inline Shown shown(const bool* m, int64_t step, int64_t keys) {
-  int64_t kept = 0;
   if (step == 1) {
-    const uint8_t* bytes = (const uint8_t*)m;
-    for (int64_t j = 0; j < keys; j++) kept += bytes[j];
-  } else {
-    for (int64_t j = 0; j < keys; j++) kept += m[j * step];
+    if (!memchr(m, 0, (size_t)keys)) return EVERYTHING;
+    return memchr(m, 1, (size_t)keys) ? SOMETHING : NOTHING;
   }
+  int64_t kept = 0;
+  for (int64_t j = 0; j < keys; j++) kept += m[j * step];
   return kept == 0 ? NOTHING : kept == keys ? EVERYTHING : SOMETHING;
 }
 

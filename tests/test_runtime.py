@@ -955,11 +955,16 @@ static volatile long count; static volatile int on;
 void counter_start(void) { count = 0; on = 1; }
 long counter_stop(void) { on = 0; return count; }
 extern void* __libc_malloc(size_t); extern void* __libc_calloc(size_t, size_t);
-extern void* __libc_realloc(void*, size_t);
+extern void* __libc_realloc(void*, size_t); extern void* __libc_memalign(size_t, size_t);
 #define COUNT if (on) __sync_fetch_and_add(&count, 1)
 void* malloc(size_t n) { COUNT; return __libc_malloc(n); }
 void* calloc(size_t a, size_t b) { COUNT; return __libc_calloc(a, b); }
 void* realloc(void* p, size_t n) { COUNT; return __libc_realloc(p, n); }
+void* memalign(size_t a, size_t n) { COUNT; return __libc_memalign(a, n); }
+void* aligned_alloc(size_t a, size_t n) { COUNT; return __libc_memalign(a, n); }
+int posix_memalign(void** p, size_t a, size_t n) {
+  COUNT; *p = __libc_memalign(a, n); return *p ? 0 : 12;
+}
 """
 
 
@@ -972,6 +977,7 @@ def test_native_run_allocates_nothing(tmp_path: Path, library: Path) -> None:
     code = f"""
 import ctypes, numpy as np
 from graphc.runtime.session import load
+from graphc.runtime.trace import Trace
 hook = ctypes.CDLL({str(hook)!r})
 for threads in (1, 2):
     session = load({str(plan)!r}, threads=threads)
@@ -980,12 +986,17 @@ for threads in (1, 2):
     execution, native = session._execution, session._chooser._natives[0]
     hook.counter_start()
     assert ctypes.create_string_buffer(100000) and hook.counter_stop() > 0  # the hook counts
-    for n in (100, 400, 100, 400):  # a changed length, too
-        native.symbols[0] = n
-        hook.counter_start()
-        native.run(execution._frame_address, 0, 2)
-        count = hook.counter_stop()
-        assert count == 0, (threads, n, count)
+    for traced in (False, True):
+        if traced:
+            trace = Trace(session.plan, session.folder, threads)
+            execution._frame.trace = trace.begin(0, native)
+        for n in (100, 400, 100, 400):  # a changed length, too
+            native.symbols[0] = n
+            for _ in range(5):
+                hook.counter_start()
+                native.run(execution._frame_address, 0, 2)
+                count = hook.counter_stop()
+                assert count == 0, (threads, n, count)
 """
     environment = os.environ | {"LD_PRELOAD": str(hook)}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=20, env=environment)

@@ -73,6 +73,7 @@ class Lowering:
         self.isa = isa
         self.tuning = tuning or Tuning()
         self._choices: dict[str, None] = {}  # keys of what the current rule asked
+        self._bound = {s.name for s in graph.symbols.values() if not s.data}
         self.grouping: Grouping = group_nodes(graph)
         self.channels_last = channels_last_values(graph, self.grouping.kinds)
         self.windows = concatenation_windows(graph, self.grouping.kinds, self.channels_last)
@@ -366,7 +367,7 @@ class Lowering:
         arguments, keywords = map_tree(leaf, node.args), map_tree(leaf, dict(node.kwargs))
         outputs: list[View | None] = []
         binds: list[tuple[str, int, int]] = []
-        bound = {str(s) for s in self._bound_symbols()}
+        bound = set(self._bound)
         for position, value in enumerate(node.outputs):
             if not isinstance(value.type, TensorType):
                 outputs.append(None)
@@ -385,11 +386,6 @@ class Lowering:
         self.steps.append(FallbackStep(node, arguments, keywords, outputs, reason, reads, binds))
         self._bound.update(name for name, _, _ in binds)
         self.fallbacks.append((f"{node.name} = {node.target}", reason, node.location))
-
-    def _bound_symbols(self) -> set[str]:
-        if not hasattr(self, "_bound"):
-            self._bound: set[str] = {s.name for s in self.graph.symbols.values() if not s.data}
-        return self._bound
 
     def _external(self, value: Value) -> View:
         planned = self._result_buffers.pop(value, None)
@@ -438,9 +434,7 @@ class Lowering:
         if is_row_major(view.shape, view.strides):
             return view
         if view not in self.row_major_copies:
-            target = self._buffer("arena", -1, TensorType(view.dtype, view.shape), "copy")
-            self._copy(view, target)
-            self.row_major_copies[view] = target
+            self.row_major_copies[view] = self._copied(view)
         return self.row_major_copies[view]
 
     def contiguous(self, value: Any) -> View:
@@ -470,11 +464,11 @@ class Lowering:
                 view = view.with_(strides=order)
                 nbytes = product((value.type.shape[0], order[0], itemsize(value.type.dtype)))
                 self.buffers[view.buffer].nbytes = nbytes
-            strides = value.type.strides
-            if _writes_any_layout(value.producer) and strides is not None:
+            strides, producer = value.type.strides, value.producer
+            if producer is not None and producer.target.endswith("attention.default"):
                 # attention results are read as [B, T, H, D] by what follows: torch's own layout
                 # makes that a view
-                if is_dense(value.type.shape, strides):
+                if strides is not None and is_dense(value.type.shape, strides):
                     view = view.with_(strides=strides)
         self.memory[value] = view
         return view
@@ -602,10 +596,5 @@ class Lowering:
     def header(self, name: str) -> str:
         """Text of a file of graphc/kernels."""
         if name not in self._headers:
-            folder = Path(graphc.kernels.__path__[0])
-            self._headers[name] = (folder / name).read_text()
+            self._headers[name] = (Path(graphc.kernels.__path__[0]) / name).read_text()
         return self._headers[name]
-
-
-def _writes_any_layout(node: Node | None) -> bool:
-    return node is not None and node.target.endswith("attention.default")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from graphc.lowering import templates  # noqa: F401
-from graphc.lowering.context import Refuse
+from graphc.lowering.context import Refuse, Unit
 from graphc.lowering.templates import linear, matmul  # noqa: F401
+from tests import kernel_build
+from tests.kernel_build import KERNELS
 from tests.kernel_harness import (
     Constant,
     FakeContext,
@@ -260,3 +266,21 @@ def test_vector_products(dtype: torch.dtype) -> None:
     check(got, a.double() @ b.double())
     (got,) = run_rule("aten.dot.default", [a[3], b], isa=ISAS[0])
     check(got, a[3].double() @ b.double())
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_sums_stay_in_registers(kind: str, tmp_path: Path) -> None:
+    """A compiler that spills accumulators costs two thirds of the speed and no result."""
+    unit = Unit(f"gemm_{kind}", (KERNELS / f"gemm_{kind}.cpp").read_text())
+    library = kernel_build.build((unit,), ISAS[0])
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", library._name], capture_output=True, text=True,
+        check=True,
+    ).stdout  # fmt: skip
+    kernels = [part for part in listing.split("\n\n") if re.match(r"\S+ <[^>]*micro", part)]
+    assert len(kernels) > 5
+    for text in kernels:
+        stack = [line for line in text.splitlines() if re.search(r"[xyz]mm", line)
+                 and re.search(r"\(%[er]sp", line)]  # fmt: skip
+        assert len(stack) <= 4, text.splitlines()[0]  # spilled sums have dozens, in the loop

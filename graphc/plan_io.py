@@ -11,7 +11,7 @@ checks that digest, all sizes, and the SHA-256 of kernels.so, which is about to 
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
@@ -30,6 +30,7 @@ KERNELS = "kernels.so"
 WORK = "work.json"
 ALIGNMENT = 4096  # of each weight in weights.bin
 _LARGEST_WRITE = 1 << 30
+_SMALL = 2 << 20  # bytes
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 _HEAD = b'{"graphc_plan": 1, "sha256": "%s", "payload": '
@@ -70,7 +71,7 @@ class WeightsWriter:
         self.weights: list[Weight] = []
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
         self._end = 0
-        self._places: dict[tuple[bytes, int], int] = {}
+        self._places: dict[tuple[str, int], int] = {}
 
     def add(
         self,
@@ -83,7 +84,7 @@ class WeightsWriter:
     ) -> int:
         """Appends one constant, given as its C-contiguous bytes; gives its index in `weights`."""
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
-        key = (hashlib.sha256(view).digest(), view.nbytes)
+        key = (digest(view), view.nbytes)
         offset = self._places.get(key) if view.nbytes else 0
         if offset is None:
             offset = -(-self._end // ALIGNMENT) * ALIGNMENT
@@ -151,10 +152,9 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
             sizes[name] = path.stat().st_size
         plan = msgspec.structs.replace(plan, files=digests)
         payload = msgspec.json.encode(_Payload(sizes, plan))
-        digest = hashlib.sha256(payload).hexdigest().encode()
         manifest = work / MANIFEST
         with manifest.open("wb") as file:
-            file.write(_HEAD % digest + payload + _TAIL)
+            file.write(_HEAD % digest(payload).encode() + payload + _TAIL)
             file.flush()
             os.fsync(file.fileno())
         old = None
@@ -204,7 +204,24 @@ def _safe_name(name: str) -> str:
 def file_digest(path: Path | str) -> str:
     """SHA-256 of a file, in hex."""
     with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size <= _SMALL:
+            return digest(file.read())
+        import hashlib
+
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(data: bytes | memoryview) -> str:
+    """SHA-256 of bytes, in hex. What is small is hashed by the interpreter's own code: to load
+    OpenSSL, as hashlib does, takes longer."""
+    for name in ("_sha2", "_sha256") if len(data) <= _SMALL else ():
+        try:
+            return str(importlib.import_module(name).sha256(data).hexdigest())
+        except ImportError:  # of another version of Python, or left out of this one
+            pass
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
 
 
 # ---------------------------------------------------------------- reading
@@ -283,7 +300,7 @@ def _checked_payload(text: bytes, manifest: str) -> bytes:
     prefix = _HEAD[: _HEAD.index(b"%s")]
     if text.startswith(prefix) and text.endswith(_TAIL):
         payload = text[head : -len(_TAIL)]
-        if text[:head] == _HEAD % hashlib.sha256(payload).hexdigest().encode():
+        if text[:head] == _HEAD % digest(payload).encode():
             return payload
     raise DamagedError("the manifest does not match its digest", where=manifest, hint=_REBUILD)
 

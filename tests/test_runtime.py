@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import shutil
@@ -39,7 +40,7 @@ from graphc.plan import (
     Symbol,
     Tensor,
 )
-from graphc.plan_io import WeightsWriter, read_plan, write_plan
+from graphc.plan_io import WeightsWriter, digest, file_digest, read_plan, write_plan
 from graphc.runtime.machine import architecture
 from graphc.runtime.session import Session, load
 
@@ -889,6 +890,15 @@ def test_missing_kernel_symbol(tmp_path: Path, library: Path) -> None:
                      steps=[kernel("tk_absent", e, [], e(1))])  # fmt: skip
     with pytest.raises(DamagedError, match="tk_absent"):
         load(plan, threads=1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, (2 << 20) + 1])
+def test_digests_are_sha256(tmp_path: Path, size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    data = data[:size]
+    (tmp_path / "file").write_bytes(data)
+    wanted = hashlib.sha256(data).hexdigest()
+    assert digest(data) == digest(memoryview(data)) == file_digest(tmp_path / "file") == wanted
 
 
 def test_weights_are_aligned_and_stored_once(tmp_path: Path) -> None:

@@ -73,3 +73,31 @@ def test_models(name: str) -> None:
             torch.testing.assert_close(built(tokens), module(tokens), atol=2e-5, rtol=2e-4)
     finally:
         built.close()
+
+
+class Table(torch.nn.Module):
+    """A causal mask cut out of a table made for the longest input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1, 1, 80, 80).tril())
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        length = q.shape[2]
+        scores = q @ k.transpose(-2, -1) * 0.25
+        hidden = self.table[:, :, :length, :length] == 0
+        return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
+
+
+def test_a_table_of_positions() -> None:
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    length = torch.export.Dim("T", min=2, max=80)
+    built = Built(Table(), (q, k, v), dynamic=({2: length},) * 3)
+    try:
+        text = (built.plan / "graph.txt").read_text()
+        assert "is_causal=True" in text and "aten.any" not in text
+        for t in (2, 70):
+            parts = tuple(x[:, :, :t].contiguous() for x in (q, k, v))
+            torch.testing.assert_close(built(*parts), Table()(*parts))
+    finally:
+        built.close()

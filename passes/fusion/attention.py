@@ -23,6 +23,8 @@ from passes.fusion.attention_scores import Additive, Scores, Selective, read_sco
 from passes.fusion.attention_sinks import drops_last, read_sinks
 from passes.fusion.forms import same_sizes
 from passes.fusion.norm import cast
+from passes.fusion.positional_mask import read_condition
+from passes.simplify.positions import Positions
 
 aten = torch.ops.aten
 _SOFTMAX = frozenset(("aten.softmax", "aten._softmax", "aten._safe_softmax"))
@@ -229,10 +231,14 @@ def viewed(builder: Builder, value: Value, shape: Sequence[Any]) -> Value:
 
 
 def row_alive(mask: Selective, facts: Facts) -> bool:
-    """Whether every row surely keeps a key, as far as constants and triangles tell."""
+    """Whether every row surely keeps a key, as far as constants, triangles and positions tell."""
     condition, keep = mask.condition, mask.keep
     while packet_of(condition) in ("aten.logical_not", "aten.bitwise_not"):
         condition, keep = operand(condition), not keep
+    if rank(condition) >= 2:
+        window = read_condition(condition, keep, Positions(facts), facts)
+        if window.bounded() and not window.rest:
+            return window.sees_a_key(*condition.type.shape[-2:])
     tensor = facts.weight(condition)
     if tensor is not None and tensor.dim() >= 1:
         return bool((tensor if keep else ~tensor).any(-1).all())

@@ -23,6 +23,7 @@ _LOW_ENOUGH = -1e30
 #: additive masks below this may be more than a bias
 _BIAS = 1e15
 _CONJUNCTIONS = frozenset(("aten.bitwise_and", "aten.logical_and"))
+_NEGATIONS = frozenset(("aten.logical_not", "aten.bitwise_not"))
 _BIASED = frozenset(f"aten.{n}" for n in (
     "add", "sub", "mul", "neg", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze",
     "expand", "permute", "slice", "select", "clone", "_to_copy", "repeat", "index", "cat",
@@ -88,7 +89,22 @@ def read_mask(mask: Value, positions: Positions, facts: Facts) -> Window:
     return _read_additive(mask, positions, facts, Window())
 
 
+def read_condition(value: Value, keep: bool, positions: Positions, facts: Facts) -> Window:
+    """A boolean that is `keep` where a score stays."""
+    if keep:
+        return _read_bool(value, positions, facts, Window())
+    return Window().narrowed(value, _negated(positions.condition(value)))
+
+
+def _negated(found: Affine | None) -> Affine | None:
+    if found is None:
+        return None
+    return Affine(as_dim(-found.constant - 1), tuple(as_dim(-s) for s in found.steps))
+
+
 def _read_bool(mask: Value, positions: Positions, facts: Facts, window: Window) -> Window:
+    while packet_of(mask) in _NEGATIONS and packet_of(operand(mask)) in _NEGATIONS:
+        mask = operand(operand(mask))
     tensor = facts.weight(mask)
     if tensor is not None:
         band = _band(tensor)
@@ -160,14 +176,11 @@ def _filled(
         return None
     if low > _LOW.get(mask.type.dtype, _LOW_ENOUGH):
         return None
-    while packet_of(condition) in ("aten.logical_not", "aten.bitwise_not"):
+    while packet_of(condition) in _NEGATIONS:
         condition, negate = operand(condition), not negate
     found = positions.condition(condition)
     if negate:
-        if found is None:
-            return None
-        steps = tuple(as_dim(-s) for s in found.steps)
-        return [(condition, Affine(as_dim(-found.constant - 1), steps))], low
+        return None if found is None else ([(condition, _negated(found))], low)
     if found is not None:
         return [(condition, found)], low
     return [(c, positions.condition(c)) for c in _conjuncts(condition)], low

@@ -283,6 +283,12 @@ class Positions:
             return self._nonzero(operand(value))
         if packet_of(value) == "aten.where" and value.producer is not None:
             return self._chosen(value.producer) if len(value.producer.args) == 3 else None
+        tensor = self.facts.weight(value)
+        if tensor is not None:
+            return _triangle(tensor != 0)
+        if value.producer is not None and packet_of(value) in (*_VIEWS, "aten.slice"):
+            inner = self._nonzero(operand(value))  # part of a table made for the longest input
+            return None if inner is None else self._viewed(value.producer, inner)
         return None
 
 

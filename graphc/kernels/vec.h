@@ -8,6 +8,10 @@
 
 #include "isa.h"
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace gc {
 
 typedef uint32_t vu __attribute__((vector_size(GC_VBYTES)));
@@ -348,6 +352,13 @@ template <int N> GC_INLINE vi any_of(const vi (&a)[N]) {
 }
 template <int N> GC_INLINE vi all_of(const vi (&a)[N]) {
   return fold_registers(a, [](vi x, vi y) __attribute__((always_inline)) { return x & y; });
+}
+
+// VL doubles divided and rounded to floats.
+GC_INLINE vf narrowed(const double* p, double divisor) {
+  vf v;
+  for (int i = 0; i < VL; i++) v[i] = (float)(p[i] / divisor);
+  return v;
 }
 
 // -- the loop -----------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ checks that digest, all sizes, and the SHA-256 of kernels.so, which is about to 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
@@ -179,7 +181,6 @@ def _copy(source: Path, target: Path) -> None:
     """Copies a file in writes as large as the kernel takes. Linux then keeps it in its page cache
     in pages as large as it finds, where a mapped file is read faster than in the pieces that
     shutil.copyfile leaves."""
-    import contextlib
     import mmap
 
     with source.open("rb") as old, target.open("wb", buffering=0) as new:
@@ -214,11 +215,10 @@ def file_digest(path: Path | str) -> str:
 def digest(data: bytes | memoryview) -> str:
     """SHA-256 of bytes, in hex. What is small is hashed by the interpreter's own code: to load
     OpenSSL, as hashlib does, takes longer."""
-    for name in ("_sha2", "_sha256") if len(data) <= _SMALL else ():
-        try:
-            return str(importlib.import_module(name).sha256(data).hexdigest())
-        except ImportError:  # of another version of Python, or left out of this one
-            pass
+    if len(data) <= _SMALL:
+        with contextlib.suppress(ImportError):  # left out of this Python
+            own = importlib.import_module("_sha2" if sys.version_info >= (3, 12) else "_sha256")
+            return str(own.sha256(data).hexdigest())
     import hashlib
 
     return hashlib.sha256(data).hexdigest()

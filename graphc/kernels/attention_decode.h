@@ -13,7 +13,8 @@
 #include "attention_softmax.h"
 #include "gemm.h"
 
-#define GC_DECODE_ROWS 64  // rows of a unit at most
+#define GC_DECODE_ROWS 64     // rows of a unit at most
+#define GC_DECODE_SEGMENTS 8  // segments at most
 
 struct gc_decode_segment {
   int64_t keys;
@@ -346,9 +347,9 @@ GC_INLINE void mix_pairs(const bf16* p, int64_t ldp, const bf16* v, int64_t step
 }
 #endif
 
-// Weights as they are multiplied: floats, or bf16. Up to EXACT rows of a unit a weight is two bf16,
-// which hold 16 bits of it: there memory sets the pace anyway.
-constexpr int EXACT = 2;
+// Weights as they are multiplied: floats, or bf16, as torch's kernels round them. Up to EXACT rows of
+// a unit a weight is two bf16, which hold 16 bits of it: there memory sets the pace anyway.
+constexpr int EXACT = 1;
 static inline void put_weights(const float* x, int64_t n, int, float* p, int64_t) {
   memcpy(p, x, (size_t)n * 4);
 }

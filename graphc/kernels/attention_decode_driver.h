@@ -45,6 +45,16 @@ struct Unit {
   W *q, *weights;                      // weights [rows][parts][LDS]
   float *out, *scores, *mask, *maximum, *total, *factor;
 
+  const T *keys[GC_DECODE_SEGMENTS], *values[GC_DECODE_SEGMENTS];
+
+  void find_segments() {
+    for (int64_t i = 0; i < s->segments; i++) {
+      const gc_decode_segment& g = s->segment[i];
+      keys[i] = (const T*)args->ptr[5 + 2 * i] + gc_batch_offset(s->size, g.k_z, z);
+      values[i] = (const T*)args->ptr[6 + 2 * i] + gc_batch_offset(s->size, g.v_z, z);
+    }
+  }
+
   void load_queries() {
     for (int64_t r = 0; r < rows; r++) {
       const int64_t g = (row0 + r) / s->tq, t = (row0 + r) % s->tq;
@@ -72,7 +82,7 @@ struct Unit {
   // Scores of the n keys from k0 on, `place` keys into their block.
   void dots(int64_t k0, int64_t n, int64_t place) const {
     stretches(k0, n, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t m, int64_t to) {
-      const T* k = (const T*)args->ptr[5 + 2 * i] + gc_batch_offset(s->size, g.k_z, z) + at * g.k_t;
+      const T* k = keys[i] + at * g.k_t;
       float* const o = scores + place + to;
       int64_t r = 0;
       for (; r + 4 <= rows; r += 4)
@@ -87,7 +97,7 @@ struct Unit {
   void mix(int64_t k0, int64_t n, int64_t place) const {
     static const float one[2] = {1.0f, 1.0f};
     stretches(k0, n, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t m, int64_t to) {
-      const T* v = (const T*)args->ptr[6 + 2 * i] + gc_batch_offset(s->size, g.v_z, z) + at * g.v_t;
+      const T* v = values[i] + at * g.v_t;
       const W* w = weights + place + to;
       const bool start = place + to == 0;  // sums of the blocks before are rescaled
       int64_t r = 0;
@@ -142,8 +152,8 @@ struct Unit {
 
   // The values of a block are read in turn with the keys of the next: memory delivers both.
   void run() {
-    const int64_t keys = last - first, blocks = max64(1, keys / BLOCK);
-    const int64_t size = (keys + blocks - 1) / blocks;
+    const int64_t count = last - first, blocks = max64(1, count / BLOCK);
+    const int64_t size = (count + blocks - 1) / blocks;
     for (int64_t k0 = first - size, n = 0; k0 < last;) {
       const int64_t after = k0 + size, m = max64(0, min64(size, last - after));
       for (int64_t place = 0; place < max64(n, m); place += TURN) {
@@ -211,6 +221,7 @@ static void decode(const gc_args* args, int64_t begin, int64_t end) {
     u.last = min64(s->tk, u.first + piece);
     u.first = max64(u.first, -s->back);  // what no row sees is not read
     u.last = min64(u.last, s->tq + s->ahead);
+    u.find_segments();
     u.load_queries();
     if (u.first < u.last) u.run();
     for (int64_t r = 0; r < u.rows; r++) {

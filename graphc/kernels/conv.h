@@ -4,8 +4,8 @@
 // the micro-kernels multiply through it, so that nothing is copied or padded. Any stride, dilation
 // and padding is only another table. The epilogue sees z = image, m = pixel, n = output channel.
 //
-// Weights are packed in panels of 32 output channels, the last panel of a group 16 wide if that is
-// enough, zero-padded; tap = (kd * KH + kh) * KW + kw; see pack_conv_weight in
+// Weights are packed in panels of 32 output channels, the last one of a group 8, 16, 24 or 32 wide,
+// zero-padded; tap = (kd * KH + kh) * KW + kw; see pack_conv_weight in
 // graphc/lowering/templates/pack.py:
 //
 //   fp32  [group][panel][tap][channel][width]
@@ -14,7 +14,6 @@
 #include "abi.h"
 
 #define GC_CONV_PANEL 32   // output channels of one unit
-#define GC_CONV_NARROW 16  // of the last one of a group, if they suffice
 #define GC_CONV_ROWS 14    // pixels of the largest micro tile at any ISA level
 
 struct gc_conv_shape {

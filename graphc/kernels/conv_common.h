@@ -28,7 +28,7 @@ template <class T> struct Panels {
   explicit Panels(int64_t oc, int64_t c, int64_t taps) {
     count = (oc + GC_NR - 1) / GC_NR;
     rest = oc - (count - 1) * GC_NR;
-    narrow = rest <= GC_CONV_NARROW ? GC_CONV_NARROW : GC_NR;
+    narrow = (rest + 7) / 8 * 8;
     steps = (c + each - 1) / each;
     column = taps * steps * each;  // elements of one output channel
   }

@@ -49,5 +49,9 @@ static void expand(const gc_args* args, gc_epilogue epilogue, int64_t begin, int
 
 }  // namespace
 
+#if !defined(GC_ONE_DTYPE) || defined(GC_ONLY_f32)
 GC_CONV(expand_f32) { expand<float>(args, epilogue, begin, end); }
+#endif
+#if !defined(GC_ONE_DTYPE) || defined(GC_ONLY_bf16)
 GC_CONV(expand_bf16) { expand<bf16>(args, epilogue, begin, end); }
+#endif

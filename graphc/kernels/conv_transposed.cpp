@@ -89,5 +89,9 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
 
 }  // namespace
 
+#if !defined(GC_ONE_DTYPE) || defined(GC_ONLY_f32)
 GC_CONV(transposed_f32) { convolve<float>(args, epilogue, begin, end); }
+#endif
+#if !defined(GC_ONE_DTYPE) || defined(GC_ONLY_bf16)
 GC_CONV(transposed_bf16) { convolve<bf16>(args, epilogue, begin, end); }
+#endif

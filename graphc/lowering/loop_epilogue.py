@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from graphc.ir.types import Dim
+from graphc.ir.types import Dim, itemsize
 from graphc.lowering.context import View
 from graphc.lowering.loop_axes import collapses
 from graphc.lowering.loop_lanes import LaneWriter, lanes_of, vectorisable
@@ -76,8 +76,20 @@ class _Epilogue(LaneWriter):
             terms.append("" if step == "0" else f"n0 * {step}")
             offset = " + ".join(t for t in terms if t) or "0"
             self.line(f"{const}{STORAGE[view.dtype]}* {name} = {pointer} + {offset};")
+            self._look_ahead(view, strides, name, write)
             self.bases[key] = name
         return self.bases[key]
+
+    def _look_ahead(self, view: View, strides: tuple[Dim, ...], name: str, write: bool) -> None:
+        """Asks for the same row of the next tile, which is there once that tile's products are."""
+        rows = self.axes[1]
+        if not rows or self._stride(strides, 2) != "1":
+            return
+        if strides[rows[-1]] == 0 or not collapses(self.loop.domain, rows, strides):
+            return
+        row = f"{name} + mr * {self._stride(strides, 1)}"
+        for line in range(0, 32 * itemsize(view.dtype), 64):
+            self.line(f"if (mr > 1) __builtin_prefetch((const char*)({row}) + {line}, {int(write)});")
 
     def _element(self, view: View, strides: tuple[Dim, ...], write: bool = False) -> str:
         step = self._stride(strides, 2)

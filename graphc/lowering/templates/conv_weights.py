@@ -12,14 +12,13 @@ from graphc.lowering.templates.operand import FAST
 if TYPE_CHECKING:
     import torch
 
-#: GC_CONV_PANEL and GC_CONV_NARROW in conv.h
-PANEL, NARROW = 32, 16
+#: GC_CONV_PANEL in conv.h, and what the width of a group's last panel is a multiple of
+PANEL, NARROW = 32, 8
 
 
 def panel_columns(oc: int) -> int:
     """Columns of all panels of a group with `oc` output channels."""
-    rest = (oc - 1) % PANEL + 1
-    return oc - rest + (NARROW if rest <= NARROW else PANEL)
+    return -(-oc // NARROW) * NARROW
 
 
 def pack_conv_weight(weight: torch.Tensor, groups: int, *, pairs: bool) -> torch.Tensor:
@@ -95,7 +94,7 @@ def packed_weights(
         count = groups * panel_columns(oc) * -(-c // each) * each * taps
         workspace = ctx.workspace([count], "bfloat16" if kind == "bf16" else "float32")
         prefix, range_ = "", groups * -(-oc // PANEL)
-    unit = "conv_depthwise" if depthwise else "conv"
+    unit = "conv_depthwise" if depthwise else "conv_pack"
     ctx.kernel(
         Unit(unit, ctx.header(f"{unit}.cpp")),
         f"gc_conv_pack_{prefix}{FAST[storage]}",
@@ -105,6 +104,5 @@ def packed_weights(
         writes=[workspace],
         range=range_,
         label=f"{node.name}.pack",
-        units=[] if depthwise else [Unit("conv_micro", ctx.header("conv_micro.cpp"))],
     )
     return workspace

@@ -165,10 +165,9 @@ def emit_fast(
         len(immediates), channels_last=not row,
     )  # fmt: skip
     panels = ceildiv(conv.groups if depthwise else g.oc, PANEL)
-    units = ["conv_micro"]
     if depthwise:
         name, range_ = "conv_depthwise", z * g.out[0] * g.out[1] * panels
-        work, units = g.out[2] * PANEL * taps, []
+        work = g.out[2] * PANEL * taps
         scratch = 4 * (SEGMENT * PANEL + PANEL) + 8 * g.kernel[0] * g.kernel[1]
     elif expands:
         name, columns = "conv_expand", g.kernel[2] * g.oc
@@ -193,6 +192,10 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
 }}
 """
     unit, symbol = entry_unit(name, text)
+    only = f"#define GC_ONE_DTYPE\n#define GC_ONLY_{kind}\n"
+    units = [
+        Unit(f"{part}_{kind}", only + ctx.header(f"{part}.cpp")) for part in (name, "conv_micro")
+    ]
     ctx.kernel(
         unit,
         symbol,
@@ -205,7 +208,7 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         scratch=scratch,
         label=node.name,
         flops=flops,
-        units=[Unit(part, ctx.header(f"{part}.cpp")) for part in (name, *units)],
+        units=[Unit(name, ctx.header("conv_depthwise.cpp"))] if depthwise else units,
     )
 
 

@@ -87,9 +87,9 @@ class _Epilogue(LaneWriter):
             return
         if strides[rows[-1]] == 0 or not collapses(self.loop.domain, rows, strides):
             return
-        row = f"{name} + mr * {self._stride(strides, 1)}"
+        row = f"(const char*)({name} + mr * {self._stride(strides, 1)})"
         for line in range(0, 32 * itemsize(view.dtype), 64):
-            self.line(f"if (mr > 1) __builtin_prefetch((const char*)({row}) + {line}, {int(write)});")
+            self.line(f"if (mr > 1) __builtin_prefetch({row} + {line}, {int(write)});")
 
     def _element(self, view: View, strides: tuple[Dim, ...], write: bool = False) -> str:
         step = self._stride(strides, 2)

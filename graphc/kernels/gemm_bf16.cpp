@@ -14,7 +14,7 @@ struct Brain {
   typedef bf16 element;
   typedef uint32_t packed;  // two neighbours in K
   static constexpr bool direct = false;
-  static constexpr int64_t chunk = 1024;
+  static constexpr int64_t chunk = 2048;
   static constexpr int64_t expand_bytes = 0;
   static int64_t packed_length(int64_t k) { return pairs(k); }
   static void pack(const bf16* src, int64_t row, int64_t step, int64_t mr, int64_t k,

@@ -93,15 +93,7 @@ GC_INLINE void conv_columns(const gc_conv_tile& t, int64_t wide, int64_t h) {
   typedef conv_step<T> S;
   constexpr int64_t L = sizeof(V) / 4, each = S::channels * sizeof(T);  // bytes of a pixel
   const int64_t row = wide * each;                                     // of weights of a step
-  V acc[U][MR][NV];
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) {
-      acc[0][r][v] = load<V>(t.init + r * t.ldi + h + v * L);
-#pragma GCC unroll 8
-      for (int u = 1; u < U; u++) acc[u][r][v] = V{};
-    }
+  V acc[U][MR][NV] = {};
   const int64_t steps = t.c / S::channels;
   for (int64_t tap = 0; tap < t.taps; tap++) {
     const char* x[MR];
@@ -126,7 +118,8 @@ GC_INLINE void conv_columns(const gc_conv_tile& t, int64_t wide, int64_t h) {
       V sum = acc[0][r][v];
 #pragma GCC unroll 8
       for (int u = 1; u < U; u++) sum += acc[u][r][v];
-      store(t.sums + r * GC_NR + h + v * L, sum);
+      // last, so that earlier sums are added to as a whole: short chains keep the error low
+      store(t.sums + r * GC_NR + h + v * L, sum + load<V>(t.init + r * t.ldi + h + v * L));
     }
 }
 

@@ -11,6 +11,7 @@ import pytest
 import sympy
 import torch
 
+from graphc.api import Options
 from graphc.errors import GraphcError
 from graphc.lowering import pointwise
 from graphc.lowering.context import Unit, View
@@ -325,6 +326,87 @@ def test_fused_rows() -> None:
     for width in (3, 64, 1025):
         x = sample(torch.float32, 2, 5, width)
         check(function, x, sample(torch.float32, width), sample(torch.float32, width), rtol=2e-5)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_columns_side_by_side(isa: str) -> None:
+    """Reductions over dims that are not the last: several levels, blocks of columns."""
+
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        centred = x - x.mean(0, keepdim=True)
+        wide = y.float()
+        return [
+            x.softmax(0), x.log_softmax(0), x.sum(0), x.amax(0), x.amin(0, keepdim=True),
+            centred * (x.var(0, keepdim=True) + 1e-5).rsqrt() * w + x,
+            (x > 0).any(0), (x > -9).all(0), x.prod(0), x * (w > 0), x.mean(0) * w,
+            wide.softmax(1), wide.mean((0, 1)), wide.amax((0, 1), keepdim=True) - wide,
+            wide.sum(1), (wide * wide).mean(1, keepdim=True).sqrt() + wide,
+        ]  # fmt: skip
+
+    for columns, rows in ((8, 5), (37, 300), (1100, 7)):
+        x = sample(torch.float32, rows, columns)
+        y = sample(torch.bfloat16, 3, 5, columns, seed=1)
+        w = sample(torch.float32, columns, seed=2)
+        built = Built(Call(function), (x, y, w), options=Options(jobs=1, isa=isa))
+        try:
+            assert not built.fallbacks
+            x[rows // 2, 3] = NAN
+            x[0, 5] = INF
+            agree(built(x, y, w), function(x, y, w), 1e-5, 1e-5)
+        finally:
+            built.close()
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_transposed_copies_keep_every_bit(isa: str) -> None:
+    """Tiles and their remainders, of elements of every width."""
+
+    def function(*xs: torch.Tensor) -> list[torch.Tensor]:
+        made = []
+        for x in xs:
+            made += [x.permute(0, 2, 1).contiguous(), x.permute(2, 0, 1).contiguous(), x.clone()]
+            made += [x[:, 3:, 1:].transpose(1, 2).contiguous()]
+        return made
+
+    generator = torch.Generator().manual_seed(3)
+    shape = (2, 37, 83)
+    bits = torch.randint(-(2**62), 2**62, shape, generator=generator)
+    xs = [
+        bits.view(torch.float64)[..., :50], bits.to(torch.int32).view(torch.float32),
+        bits.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16).view(torch.float16),
+        bits.to(torch.int8), bits,
+    ]  # fmt: skip
+    raw = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    built = Built(Call(function), tuple(xs), options=Options(jobs=1, isa=isa))
+    try:
+        for got, exact in zip(built(*xs), function(*xs), strict=True):
+            width = raw[exact.element_size()]
+            assert torch.equal(got.contiguous().view(width), exact.contiguous().view(width))
+    finally:
+        built.close()
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_vectors_of_every_length(isa: str) -> None:
+    """Whole vectors, remainders and steps between elements, at each width of vector."""
+
+    def function(x: torch.Tensor, y: torch.Tensor, m: torch.Tensor) -> list[torch.Tensor]:
+        z = y.float() * 2 - x
+        return [
+            torch.where(m, z.exp(), x.sign()), z.softmax(-1), (z > x) & m, z.sum(-1),
+            (x - x.mean(-1, keepdim=True)).relu(), torch.where(m.all(-1, True), x, z),
+            z[..., ::2].tanh() + x[..., ::2], x.clamp(-1, 1).floor() + z.lgamma(), (z * m).amax(-1),
+        ]  # fmt: skip
+
+    for length in (3, 16, 33, 1030):
+        x = sample(torch.float32, 3, length)
+        y = sample(torch.bfloat16, 3, length, seed=1)
+        m = sample(torch.bool, 3, length, seed=2)
+        built = Built(Call(function), (x, y, m), options=Options(jobs=1, isa=isa))
+        try:
+            agree(built(x, y, m), function(x, y, m), 2e-5, 2e-5)
+        finally:
+            built.close()
 
 
 def test_long_sums_are_accurate() -> None:

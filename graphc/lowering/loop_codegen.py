@@ -14,23 +14,45 @@ Shapes of the generated code:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import sympy
 
 from graphc.ir.types import Dim, as_dim, product
 from graphc.lowering.context import ceildiv
+from graphc.lowering.loop_columns import column_kernel
 from graphc.lowering.loop_kernel import Kernel, prepare
 from graphc.lowering.loop_reduce import COLUMNS, Accumulation, accumulator, column_accumulator
+from graphc.lowering.loop_transpose import transposing_copy
 from graphc.lowering.loop_vector import vector_kernel
 from graphc.lowering.loop_writer import Generated
-from graphc.lowering.loops import Compute, Load, Loop, Reduce, Scalar, Store
+from graphc.lowering.loops import Compute, Load, Loop, Reduce, Scalar, Store, copied
 from graphc.lowering.pointwise import COMPUTE, cast
 
 
 def generate(loop: Loop) -> Generated:
     """The kernel of a loop without a product in front of it."""
-    loop = prepare(loop)
-    return vector_kernel(loop) or _Kernel(loop).generate()
+    loop = prepare(_bits(loop))
+    return (
+        transposing_copy(loop)
+        or column_kernel(loop)
+        or vector_kernel(loop)
+        or _Kernel(loop).generate()
+    )
+
+
+def _bits(loop: Loop) -> Loop:
+    """Copies of half floats as copies of int16: through float they would quiet NaN."""
+    stores: list[Store] = []
+    for store in loop.stores:
+        load = copied(store.scalar)
+        if not isinstance(load, Load) or load.dtype != store.view.dtype:
+            return loop
+        if load.dtype not in ("bfloat16", "float16"):
+            return loop
+        source, target = (view.with_(dtype="int16") for view in (load.view, store.view))
+        stores.append(Store(Load("int16", source, load.strides), target, store.strides))
+    return loop if loop.reduced else replace(loop, stores=stores)
 
 
 class _Kernel(Kernel):

@@ -23,6 +23,7 @@ from graphc.lowering.loops import (
     Reduce,
     Scalar,
     Store,
+    copied,
 )
 from graphc.lowering.pointwise import COMPUTE, cast
 
@@ -97,7 +98,7 @@ def vectorisable(
             if scalar.dtype not in (*_FLOATS, "bool", *_SMALL_INTS):
                 return False
         elif isinstance(scalar, Compute):
-            work = True
+            work = work or copied(scalar) is scalar
             if scalar.dtype not in (*_FLOATS, "bool"):
                 return False
             if any(takes not in (*_FLOATS, "bool") for takes in scalar.takes):

@@ -174,3 +174,44 @@ def lane_accumulator(scalar: Reduce, number: int, unroll: int) -> LaneAccumulati
             f"gc::hany(gc::any_of({a}n)) ? NAN : gc::h{kind}(gc::{kind}_of({a}v))", "float32",
         )  # fmt: skip
     raise InternalError(f"no reduction {kind} in registers")
+
+
+@dataclass
+class ColumnSums:
+    """A reduction of each column of a block in an array: `step` adds the vector of a row at column
+    k, `flush` moves the sums so far of column k to double, `value(divisor)` is the result at k."""
+
+    declare: list[str]
+    step: Callable[[str], list[str]]
+    value: Callable[[str], str]
+    dtype: str
+    flush: list[str] = field(default_factory=list)
+
+
+def column_sums(scalar: Reduce, number: int, block: int) -> ColumnSums:
+    """The arrays of a float or bool reduction over a block of columns."""
+    a, kind = f"a{number}", scalar.kind
+    at = f"gc::load<gc::vf>({a} + k)"
+    if kind in ("sum", "mean", "prod"):
+        unit, op = ("1", "*") if kind == "prod" else ("0", "+")
+        return ColumnSums(
+            [f"alignas(64) float {a}[{block}]; double {a}d[{block}];",
+             f"for (int64_t k = 0; k < {block}; ++k) {a}[k] = {unit}, {a}d[k] = {unit};"],
+            lambda v: [f"gc::store({a} + k, {at} {op} {v});"],
+            lambda divisor: f"gc::narrowed({a}d + k, {divisor or '1'})", "float32",
+            [f"{a}d[k] {op}= {a}[k]; {a}[k] = {unit};"],
+        )  # fmt: skip
+    if kind in ("any", "all"):
+        unit, op = ("0", "|") if kind == "any" else ("-1", "&")
+        at = f"gc::load<gc::vi>({a} + k)"
+        return ColumnSums(
+            [f"alignas(64) int32_t {a}[{block}];",
+             f"for (int64_t k = 0; k < {block}; ++k) {a}[k] = {unit};"],
+            lambda v: [f"gc::store({a} + k, {at} {op} {v});"], lambda divisor: at, "bool",
+        )  # fmt: skip
+    unit = "-INFINITY" if kind == "max" else "INFINITY"
+    return ColumnSums(
+        [f"alignas(64) float {a}[{block}];",
+         f"for (int64_t k = 0; k < {block}; ++k) {a}[k] = {unit};"],
+        lambda v: [f"gc::store({a} + k, gc::v{kind}({v}, {at}));"], lambda divisor: at, "float32",
+    )  # fmt: skip

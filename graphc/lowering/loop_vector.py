@@ -120,7 +120,7 @@ class VectorKernel(Kernel, LaneWriter):
         for store in self.loop.stores:
             self.lane_store(store)
         self._close()
-        grain = _grain(self._cost())
+        grain = elements_per_grain(self._cost())
         if not outer:
             return self.finish("\n".join(self.lines) + "\n", size, grain, 0)
         self.indent = "  "
@@ -186,7 +186,7 @@ class VectorKernel(Kernel, LaneWriter):
                     f"{slot} * (({size} * 4 + 63) & -64));\n"
                 )
             scratch = as_dim((inner * 4 + 64) * len(self.kept_rows))
-        grain = _grain(self._cost())
+        grain = elements_per_grain(self._cost())
         grain = max(1, grain // inner) if isinstance(inner, int) and inner > 0 else 4
         rows = product([self.loop.domain[a] for a in self.kept])
         return self.finish(header + "\n".join(self.lines) + "\n", rows, grain, scratch)
@@ -360,7 +360,7 @@ class VectorKernel(Kernel, LaneWriter):
         return f"{parts} * {size} + i"
 
 
-def _grain(cost: int) -> int:
+def elements_per_grain(cost: int) -> int:
     """Elements worth a second thread: some microseconds of work, in whole vectors."""
     return max(1024, 131072 // (cost + 4) // 64 * 64)
 

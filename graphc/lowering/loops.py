@@ -133,6 +133,15 @@ class Loop:
         return [s for s in self.scalars() if isinstance(s, Load)]
 
 
+def copied(scalar: Scalar) -> Scalar:
+    """What a scalar is a copy of, without arithmetic or conversion; itself if it computes."""
+    while isinstance(scalar, Compute) and scalar.template == "{0}":
+        if not scalar.dtype == scalar.takes[0] == scalar.args[0].dtype:
+            break
+        scalar = scalar.args[0]
+    return scalar
+
+
 def row_level(loop: Loop, scalars: Sequence[Scalar]) -> dict[int, bool]:
     """For each scalar (by id) whether it is constant along the reduced axes."""
     table: dict[int, bool] = {}

@@ -28,6 +28,13 @@ template <class T> GC_INLINE void store_lanes(T* p, const vf& v) {
   store(lanes, v);
   for (int i = 0; i < VL; i++) p[i] = (T)lanes[i];
 }
+// The same of lanes whose values the storage type holds exactly.
+template <class T> GC_INLINE void store_exact(T* p, const vf& v) { store_lanes(p, v); }
+GC_INLINE void store_exact(bf16* p, const vf& v) {
+  typedef uint16_t vh __attribute__((vector_size(GC_VBYTES / 2)));
+  typedef uint32_t vu __attribute__((vector_size(GC_VBYTES)));
+  store(p, __builtin_convertvector((vu)v >> 16, vh));
+}
 template <class T> static void store_some(T* p, const vf& v, int64_t n) {
   float lanes[VL];
   store(lanes, v);

@@ -104,7 +104,10 @@ void pool_last(const gc_args* args, int64_t begin, int64_t end) {
         pool<V, T>(s, {x + c, s->x_s, z, y, w}, divisor,
                    [](const T* p, int i) __attribute__((always_inline)) { return load_lanes(p + i * VL); }, v);
 #pragma GCC unroll 4
-        for (int i = 0; i < V; i++) store_lanes(out + c + i * VL, v[i]);
+        for (int i = 0; i < V; i++) {
+          if (s->mode == MAXIMUM) store_exact(out + c + i * VL, v[i]);
+          else store_lanes(out + c + i * VL, v[i]);
+        }
       }
       for (; c < s->c; c += VL) {
         const int64_t lanes = min64(VL, s->c - c), step = s->x_c;

@@ -15,7 +15,7 @@ from graphc.lowering.templates.pack import PANEL as PANEL
 BLOCK_ROWS = 84
 #: batch dimensions a kernel can address: GC_BATCH_DIMS in gemm.h
 BATCH_DIMS = 4
-#: steps of K between partial sums: GEMM_KC in gemm_driver.h
+#: most steps of K between partial sums: GEMM_KC in gemm_driver.h
 K_CHUNK = 192
 #: up to this many rows a run-time right operand with adjacent columns is read in place
 DIRECT_ROWS = 28

@@ -47,7 +47,7 @@ GC_INLINE void run_tile(const bf16*, const gc_conv_tile& t, int64_t mr, int64_t 
   gc_conv_tile_bf16(&t, mr, width);
 }
 
-constexpr int64_t CONV_SUM = 256;  // fp32 products between partial sums: keeps the error low
+constexpr int64_t CONV_SUM = 128;  // fp32 products between partial sums: keeps the error low
 
 // sums[mr][width] = init + ..., over all taps and channels of a tile whose first tap and channel it
 // describes.

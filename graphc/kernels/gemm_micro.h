@@ -8,7 +8,7 @@ namespace gc {
 // its lines take to come from memory, and sees too few of them at once to keep memory busy; a
 // smaller one is ahead of memory by itself, where asking for lines as well slows it down.
 constexpr int64_t GEMM_AHEAD = 64;
-constexpr int GEMM_AHEAD_ROWS = 6;
+constexpr int GEMM_AHEAD_ROWS = GC_VBYTES == 64 ? 6 : 4;
 
 // Sums K steps into MR x 32 columns of c. `a` holds MR values per step (step stride `lda`), `b` 32
 // values per step (step stride `ldb`). Accumulators stay in registers; a tile with few of them

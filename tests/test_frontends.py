@@ -242,7 +242,9 @@ def test_input_texts() -> None:
     assert parse_input("x=float32[]").dtype is torch.float32
     assert parse_input("flag=true").value is True
     assert parse_input("n=3").value == 3
-    for text in ("x", "=f32[1]", "x=f32", "x=f32[1;2]", "x=f32[-1]", "1x=f32[1]"):
+    assert parse_input("serving_default_x:0=f32[1]").name == "serving_default_x:0"  # as ONNX has it
+    assert parse_input("input.1=f32[1]").name == "input.1"
+    for text in ("x", "=f32[1]", "x=f32", "x=f32[1;2]", "x=f32[-1]", "a b=f32[1]"):
         with pytest.raises(UsageError):
             parse_input(text)
 
@@ -251,6 +253,7 @@ def test_length_texts() -> None:
     found = parse_lengths(["T=1:8", "S=64", "U=2:", "x.1=T"])
     assert found.ranges == {"T": (1, 8), "S": (1, 64), "U": (2, UNBOUNDED)}
     assert found.places == {("x", 1): "T"}
+    assert parse_lengths(["input.1.2=T"]).places == {("input.1", 2): "T"}
     for text in ("T", "T=a:b", "T=9:3", "T="):
         with pytest.raises(UsageError):
             parse_lengths([text])

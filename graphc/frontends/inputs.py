@@ -15,7 +15,8 @@ from graphc.ir.types import UNBOUNDED, long_dtype, torch_dtype
 
 _TYPE = re.compile(r"^([a-z][a-z0-9_]*)\s*\[([^\]]*)\]$")
 _LIST = re.compile(r"^\[(\s*-?\d+\s*(?:,\s*-?\d+\s*)*)\]$")
-_PLACE = re.compile(r"^(\w+)\.(\d+)$")
+_NAME = re.compile(r"[^\s=\[\]]+")  # inputs of ONNX files are called "serving_default_x:0" and worse
+_PLACE = re.compile(rf"^({_NAME.pattern})\.(\d+)$")
 _FORM = 'write name=dtype[dims], such as "x=f32[1,T,384]" or "ids=i64[2,16]"'
 _LENGTH_FORM = 'write "T=1:2048" for a range, or "ids.1=T" for the name of a dimension'
 
@@ -46,7 +47,7 @@ def parse_input(text: str) -> InputType:
         UsageError: anything else.
     """
     name, equals, rest = (part.strip() for part in text.partition("="))
-    if not equals or not name.isidentifier():
+    if not equals or not _NAME.fullmatch(name):
         raise UsageError(f"expected the type of an input, found {text!r}", hint=_FORM)
     constants: dict[str, object] = {"true": True, "false": False, "none": None}
     if rest.lower() in constants:

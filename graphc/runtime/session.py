@@ -21,6 +21,7 @@ from graphc.errors import UsageError
 from graphc.plan import Plan
 from graphc.plan_io import KERNELS, WEIGHTS, read_plan, verify_files
 from graphc.runtime.binding import Binder, build_results, read_tree
+from graphc.runtime.caller_pages import CallerPages
 from graphc.runtime.choice import Assignment, Chooser, Shapes
 from graphc.runtime.execution import Execution, Natives
 from graphc.runtime.machine import check_machine, default_threads
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from graphc.runtime.trace import Trace
 
 _CHOICES = 256  # remembered shape assignments
+_LOOK_AT = frozenset(2**k for k in range(1, 40))  # runs after which inputs are looked at
 _MOVE_AFTER = 3  # runs before the weights move to huge pages
 
 
@@ -135,6 +137,7 @@ class Session:
         )
         self._move_after = -1 if share_weights else _MOVE_AFTER
         self._mover: threading.Thread | None = None
+        self._pages = CallerPages()
         self._begin = begin
         self._load_seconds = time.perf_counter() - begin
         self._first_seconds: float | None = None
@@ -177,6 +180,8 @@ class Session:
                 from graphc.runtime.weights import move_in_background
 
                 self._mover = move_in_background(self._weights)
+            if self._pages.pending or self.stats.runs in _LOOK_AT:
+                self._pages.see([(b.address, _nbytes(b)) for b in bound if b.used is b.given])
             self.stats.fallback_calls = self._execution.fallback_calls
             for b in bound:
                 if b.used is not b.given:

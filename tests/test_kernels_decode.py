@@ -151,3 +151,12 @@ def test_error_is_not_above_torch(dtype: torch.dtype, group: int) -> None:
     torchs = sdpa(q, k, v, enable_gqa=True)
     ours, theirs = ((x.double() - reference).square().mean().sqrt() for x in (got, torchs))
     assert ours <= 1.02 * theirs, f"{ours:.3e} against {theirs:.3e}"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_mask_may_turn_out_to_be_broadcast(isa: str) -> None:
+    q, k, v = (rows(1, 2, n, 16, dtype=torch.float32) for n in (3, 7, 7))
+    for mask, dim in ((rows(1, 1, 1, 7, dtype=torch.float32), 2), (torch.zeros(1, 1, 3, 1), 3)):
+        operands = [q, k, v, mask]
+        (got,) = run_rule(SDPA, operands, isa=isa, symbols={(3, dim): "L"})  # known at run time
+        torch.testing.assert_close(got, sdpa(*operands), atol=2e-6, rtol=2e-6)

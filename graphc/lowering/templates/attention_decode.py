@@ -15,7 +15,7 @@ from torch.utils._sympy.functions import FloorDiv
 from graphc.ir.types import dim_max, same
 from graphc.ir.types import product as product_of
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv
-from graphc.lowering.templates.attention_operands import MASK_TYPES
+from graphc.lowering.templates.attention_operands import MASK_TYPES, broadcast_step, head_walks
 from graphc.lowering.templates.operand import (
     BATCH_DIMS,
     FAST,
@@ -107,7 +107,9 @@ def emit(
     mask_z, sink_z = (next(walk) if m is not None else [] for m in masks)
     mask_g, sink_g = (next(step) if m is not None else 0 for m in masks)
     mask, sinks = masks
-    over = [] if mask is None else _over(ctx, mask, (tq, tk))
+    over: list[Dim] = []
+    if mask is not None:
+        over = [broadcast_step(ctx, mask, -2, tq), broadcast_step(ctx, mask, -1, tk)]
     chunks = dim_max(1, tk // PIECE if isinstance(tk, int) else FloorDiv(tk, PIECE))
     immediates: list[Dim] = [
         tq, tk, d, dv, group, chunks, float_bits(scoring.scale), float_bits(scoring.soft_cap),
@@ -168,42 +170,12 @@ def _least(ctx: LoweringContext, rows: Dim) -> Dim:
     return ROWS if known is None else min(ROWS, known)
 
 
-def _over(ctx: LoweringContext, mask: View, lengths: tuple[Dim, Dim]) -> list[Dim]:
-    """The strides of a mask over queries and keys, 0 where it is broadcast."""
-    return [
-        0 if len(mask.shape) < -i or (ctx.static(mask.shape[i]) == 1 and ctx.static(n) != 1)
-        else mask.strides[i]
-        for i, n in ((-2, lengths[0]), (-1, lengths[1]))
-    ]  # fmt: skip
-
-
 def _walks(
     ctx: LoweringContext, views: Sequence[View], shared: int, grouped: bool
 ) -> tuple[list[Dim], list[list[Dim]], Dim, list[Dim]]:
     """Batch sizes and the strides of all views over them, then the size and strides of the group:
     the dimension in which the keys and values (views from `shared` on) are the same."""
-    rank = max(len(view.shape) for view in views) - 2
-    shape: list[Dim] = []
-    walks: list[list[Dim]] = [[] for _ in views]
-    for i in range(-rank - 2, -2):
-        sizes = [view.shape[i] if len(view.shape) >= -i else 1 for view in views]
-        steps = [view.strides[i] if len(view.shape) >= -i else 0 for view in views]
-        full = next((s for s in sizes if ctx.static(s) != 1), 1)
-        if i == -3 and grouped and not all(same(sizes[0], s) for s in sizes[shared:]):
-            heads, keys = ctx.static(sizes[0]), ctx.static(sizes[shared])
-            if heads is None or keys is None or not all(same(s, keys) for s in sizes[shared:]):
-                raise Refuse("grouped attention with an unknown or uneven number of heads")
-            group = heads // keys
-            shape += [keys, group]
-            for index, (walk, size, step) in enumerate(zip(walks, sizes, steps, strict=True)):
-                if index >= shared:
-                    walk += [step, 0]
-                else:
-                    walk += [0, 0] if ctx.static(size) == 1 else [step * group, step]
-            continue
-        shape.append(full)
-        for walk, size, step in zip(walks, sizes, steps, strict=True):
-            walk.append(0 if ctx.static(size) == 1 and ctx.static(full) != 1 else step)
+    shape, walks = head_walks(ctx, views, range(shared, len(views)), grouped)
     alike = [
         i for i, n in enumerate(shape)
         if ctx.static(n) != 1 and all(ctx.static(walk[i]) == 0 for walk in walks[shared:])

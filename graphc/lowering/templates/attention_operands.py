@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +36,13 @@ class Attention:
         if self.mask is None:
             return [0, 0, 0, *padded((), 0)]
         rows, columns = (
-            _broadcast_step(ctx, self.mask, i, n)
+            broadcast_step(ctx, self.mask, i, n)
             for i, n in ((-2, self.q.shape[-2]), (-1, self.k.shape[-2]))
         )
         return [MASK_TYPES[self.mask.dtype], rows, columns, *padded(self.walks[4], 0)]
 
 
-def _broadcast_step(ctx: LoweringContext, view: View, dim: int, length: Dim) -> Dim:
+def broadcast_step(ctx: LoweringContext, view: View, dim: int, length: Dim) -> Dim:
     """The stride of a dimension that is 1 or `length`; 0 where it is broadcast."""
     if len(view.shape) < -dim:
         return 0
@@ -60,6 +61,14 @@ def batch_walks(
     """Batch sizes and the strides of q, k, v, out (, mask, sinks) over them; grouped heads split
     in two."""
     views = [view for view in (q, k, v, out, mask, sinks) if view is not None]
+    return merge_dims(*head_walks(ctx, views, range(1, 3), grouped))
+
+
+def head_walks(
+    ctx: LoweringContext, views: Sequence[View], shared: Sequence[int], grouped: bool
+) -> tuple[list[Dim], list[list[Dim]]]:
+    """Batch sizes and the strides of views over them, the queries first; heads that share keys and
+    values (the views at `shared`) split in two: heads of keys, and queries of each."""
     rank = max(len(view.shape) for view in views) - 2
     shape: list[Dim] = []
     walks: list[list[Dim]] = [[] for _ in views]
@@ -67,14 +76,14 @@ def batch_walks(
         sizes = [view.shape[i] if len(view.shape) >= -i else 1 for view in views]
         steps = [view.strides[i] if len(view.shape) >= -i else 0 for view in views]
         full = next((s for s in sizes if ctx.static(s) != 1), 1)
-        if i == -3 and grouped and not same(sizes[0], sizes[1]):
-            heads, shared = ctx.static(sizes[0]), ctx.static(sizes[1])
-            if heads is None or shared is None or not same(sizes[1], sizes[2]):
-                raise Refuse("grouped attention with an unknown number of heads")
-            group = heads // shared
-            shape += [shared, group]
+        if i == -3 and grouped and not all(same(sizes[0], sizes[j]) for j in shared):
+            heads, keys = ctx.static(sizes[0]), ctx.static(sizes[shared[0]])
+            if heads is None or keys is None or not all(same(sizes[j], keys) for j in shared):
+                raise Refuse("grouped attention with an unknown or uneven number of heads")
+            group = heads // keys
+            shape += [keys, group]
             for index, (walk, size, step) in enumerate(zip(walks, sizes, steps, strict=True)):
-                if index in (1, 2):
+                if index in shared:
                     walk += [step, 0]
                 else:
                     walk += [0, 0] if ctx.static(size) == 1 else [step * group, step]
@@ -82,7 +91,7 @@ def batch_walks(
         shape.append(full)
         for walk, size, step in zip(walks, sizes, steps, strict=True):
             walk.append(0 if ctx.static(size) == 1 and ctx.static(full) != 1 else step)
-    return merge_dims(shape, walks)
+    return shape, walks
 
 
 def mask_and_scale(ctx: LoweringContext, node: Any) -> tuple[View | None, float]:

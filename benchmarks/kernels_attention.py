@@ -8,7 +8,6 @@ Times as in benchmarks/kernels.py: CPU time at one thread, else elapsed; medians
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import sys
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from benchmarks.kernels_common import DTYPES, Bench, scratch_folder
+from benchmarks.kernels_common import DTYPES, Bench, chosen
 
 
 @dataclass(frozen=True)
@@ -96,17 +95,8 @@ def prefill(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=0.5)
-    parser.add_argument("--only", default="", help="part of a case's name")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    with scratch_folder() as folder:
-        bench = Bench(Path(folder), options.threads, options.seconds)
-        cases = [case for case in CASES if options.only in case.name]
-        prefill(bench, cases, options.dtypes.split(","))
+    with chosen(__doc__, CASES) as (bench, cases, dtypes):
+        prefill(bench, cases, dtypes)
 
 
 if __name__ == "__main__":

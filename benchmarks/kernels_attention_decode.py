@@ -7,18 +7,16 @@ allocation gets) and on huge ones.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.kernels_common import DTYPES, Bench, geometric_mean, reader, scratch_folder
+from benchmarks.kernels_common import DTYPES, Bench, chosen, geometric_mean, reader
 
 #: bytes of caches in a run: twice a large last-level cache
 TOTAL = 192 << 20
@@ -121,17 +119,8 @@ def decode(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=0.5)
-    parser.add_argument("--only", default="", help="part of a case's name")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    with scratch_folder() as folder:
-        bench = Bench(Path(folder), options.threads, options.seconds)
-        cases = [case for case in CASES if options.only in case.name]
-        rows = decode(bench, cases, options.dtypes.split(","))
+    with chosen(__doc__, CASES) as (bench, cases, dtypes):
+        rows = decode(bench, cases, dtypes)
     for pages in ("4K", "huge"):
         shares = [row["share"] for row in rows if row["pages"] == pages]
         print(f"{pages}: {100 * geometric_mean(shares):.1f} % of a read")

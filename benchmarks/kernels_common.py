@@ -6,15 +6,17 @@ itself to disappear. Results stay in the arena: fresh memory of each run would b
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import ctypes
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,6 +38,16 @@ GC_EXPORT uint64_t gc_benchmark_read(const char* p, int64_t n) {
   return (uint64_t)all[0] + all[1];
 }
 """
+
+
+class Named(Protocol):
+    """A case that --only can choose."""
+
+    @property
+    def name(self) -> str: ...
+
+
+C = TypeVar("C", bound=Named)
 
 
 class Bench:
@@ -102,6 +114,21 @@ def reader(folder: Path) -> Callable[[int, int], object]:
     read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     read.restype = ctypes.c_uint64
     return lambda address, nbytes: read(address, nbytes)
+
+
+@contextlib.contextmanager
+def chosen(text: str | None, cases: Sequence[C]) -> Iterator[tuple[Bench, list[C], list[str]]]:
+    """What the command line of a benchmark over named cases asks for: bench, cases, dtypes."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--only", default="", help="part of a case's name")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    with scratch_folder() as folder:
+        bench = Bench(Path(folder), options.threads, options.seconds)
+        yield bench, [c for c in cases if options.only in c.name], options.dtypes.split(",")
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -29,14 +29,13 @@ class CallerPages:
         self.pending = False  # the next run is the second of two
         self._before: set[tuple[int, int]] = set()
         self._done: set[tuple[int, int]] = set()
-        self._on = sys.platform.startswith("linux") and _allowed()
 
     def see(self, places: Sequence[tuple[int, int]]) -> threading.Thread | None:
         """Remembers large inputs, or collapses those that were remembered and are here again."""
         large = {place for place in places if place[1] >= LEAST} - self._done
         if not self.pending:
             self._before = large
-            self.pending = self._on and bool(large)
+            self.pending = bool(large) and _allowed()
             return None
         self.pending = False
         stay = self._before & large
@@ -66,6 +65,8 @@ def collapse(address: int, nbytes: int) -> bool:
 
 
 def _allowed() -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
     try:
         with open(_SETTING, encoding="ascii") as file:
             return "[never]" not in file.read()

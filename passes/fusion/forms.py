@@ -14,9 +14,14 @@ from graphc.rewrite.facts import Facts, axes, operand, packet_of, rank, widened
 _PRODUCT_DEPTH = 6
 
 
-def close(a: float, b: float, tolerance: float = 1e-5) -> bool:
-    """Equal but for the digits that people leave out when they write a constant."""
-    return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-12)
+#: what two roundings to float32 make of a number: a constant written with fewer digits (0.1667 for
+#: a sixth) is another one, and the operator that means the exact one would be less precise
+_ROUNDED = 1.5e-7
+
+
+def close(a: float, b: float) -> bool:
+    """Equal but for the rounding of constants to float32."""
+    return math.isclose(a, b, rel_tol=_ROUNDED, abs_tol=1e-12)
 
 
 def same_number(a: Any, b: Any) -> bool:
@@ -147,7 +152,7 @@ def reduction(value: Any, facts: Facts) -> Reduction | None:
             for dim in inner.dims:
                 size = inner.x.type.shape[dim]
                 count *= size if isinstance(size, int) else 0
-            if count and close(parts.coefficient, 1 / count, 1e-6):
+            if count and close(parts.coefficient, 1 / count):
                 return Reduction("mean", inner.x, inner.dims, inner.keep)
     return None
 
@@ -243,7 +248,7 @@ def polynomial(
 
 
 def matches(found: Polynomial | None, wanted: Mapping[tuple[int, ...], float]) -> bool:
-    """Whether a polynomial is the wanted one, to the digits people write."""
+    """Whether a polynomial is the wanted one, but for rounding to float32."""
     if found is None:
         return False
     keys = {k for k, c in found.items() if c} | set(wanted)

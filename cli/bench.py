@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from cli.inputs import make_inputs
-from cli.jobs import Inputs, Job, Unavailable, save_inputs
+from cli.inputs import SEED, make_inputs
+from cli.jobs import Inputs, Job, Unavailable, save_draws
 from cli.measure import cpu_seconds
 from cli.options import BuildOptions, build_options
 from cli.peers import GRAPHC, PEERS, REFERENCE
@@ -46,7 +46,8 @@ def bench(
 
     Each runs in a process of its own, pinned to the same cores. Ranked by CPU time at one thread,
     which other work on the machine does not change, and by wall time at more. Errors are relative
-    to the model in float64. A peer that is not installed, or that cannot take the model, is named
+    to the model in float64; those of a few calls, whose made-up inputs differ, as their root mean
+    square. A peer that is not installed, or that cannot take the model, is named
     and left out.
     """
     wanted = [name.strip() for name in vs.split(",") if name.strip()]
@@ -93,14 +94,18 @@ def _measure(
     build.build(model, place, quiet=quiet)
     built = {GRAPHC: cpu_seconds() - begin}
     plan = read_plan(place)
-    arrays, symbols, _ = make_inputs(plan, values, lengths, build.shapes)
-    args = tuple(build_results(plan.arguments, arrays) or ())
-    kwargs = dict(build_results(plan.keywords, arrays) or {})
-    save_inputs(folder / "inputs", Inputs(args, kwargs, [tensor.name for tensor in plan.inputs]))
+    _, symbols, _ = make_inputs(plan, values, lengths, build.shapes)
+
+    def draw(number: int) -> Inputs:
+        arrays, _, _ = make_inputs(plan, values, lengths, build.shapes, SEED + number)
+        args = tuple(build_results(plan.arguments, arrays) or ())
+        kwargs = dict(build_results(plan.keywords, arrays) or {})
+        return Inputs(args, kwargs, [tensor.name for tensor in plan.inputs])
+
     job = Job(
         peer=GRAPHC, folder=str(folder / GRAPHC), shared=str(folder), loader="cli.bench:load_model",
         model=str(Path(model).absolute()) if Path(model).exists() else model, dtype=build.dtype,
-        threads=threads, cpus=cores(threads), inputs=str(folder / "inputs"),
+        threads=threads, cpus=cores(threads), inputs=save_draws(folder / "inputs", draw),
         reference=str(folder / "reference.npz"), path=["."],
         onnx=str(Path(model).absolute()) if Path(model).suffix == ".onnx" else "",
     )  # fmt: skip
@@ -173,5 +178,8 @@ def _show(result: dict[str, Any]) -> None:
     )
     head = ["", "median", "best", "x graphc", "error", "build", "peak memory"]
     print_table(head, rows, "lrrrrrr")
+    draws = max((item.get("draws", 1) for item in runtimes.values()), default=1)
+    if draws > 1:
+        click.echo(f"errors: root mean square over {draws} calls with other inputs")
     for name, reason in result["skipped"].items():
         click.echo(f"skipped {name}: {reason}")

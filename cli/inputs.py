@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 HELP = "name=@file.npy, name=@file.npz:key, random:1x128, zeros:.., ones:.., randint:LO:HI:1x16, 3"
 
-#: made-up values are the same in every run
+#: of made-up values: they are the same in every run
 SEED = 0
 
 
@@ -33,13 +33,18 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def make_inputs(
-    plan: Plan, given: Sequence[str], lengths: Sequence[str], shapes: Path | None
+    plan: Plan,
+    given: Sequence[str],
+    lengths: Sequence[str],
+    shapes: Path | None,
+    seed: int = SEED,
 ) -> tuple[list[Array], dict[str, int], list[str]]:
     """One array for every input of the plan.
 
     Args:
         given: "name=value" as in `HELP`. lengths: "T=128".
         shapes: shapes file with default lengths of the symbols that nothing else binds.
+        seed: of the values that are made up.
 
     Returns:
         The arrays in the plan's order, the value of each symbol, and the names of the inputs
@@ -54,7 +59,7 @@ def make_inputs(
     bound = _given_lengths(plan, lengths)
     program = plan.programs[0]
     arrays: dict[str, Array] = {}
-    generator = np.random.default_rng(SEED)
+    generator = np.random.default_rng(seed)
     for tensor, dims in zip(plan.inputs, program.input_shapes, strict=True):
         if tensor.name in values and not _needs_shape(values[tensor.name]):
             array = _value(tensor, values[tensor.name], (), generator)

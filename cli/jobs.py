@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+#: input sets that results are compared on at most, and their bytes in all
+_DRAWS, _DRAWS_BYTES = 64, 1 << 28
+
 
 class Unavailable(Exception):
     """This peer can't run here, or can't take this model; says why. `lasting`: it can't as long as
@@ -30,8 +33,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     folder: this peer's artefacts. shared: those of all peers and dtypes of the model. loader:
     "package.module:function", which called with (model, dtype) gives the torch module. dtype: torch
     name that floating-point weights and inputs are converted to, None to leave them as they are.
-    inputs: a file of `save_inputs`. reference: where the float64 results are. onnx: the model
-    itself, if it is an ONNX file. path: added to sys.path.
+    inputs: files of `save_draws`; the first is timed. reference: where the float64 results are.
+    onnx: the model itself, if it is an ONNX file. path: added to sys.path.
     """
 
     peer: str
@@ -42,7 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None
     threads: int
     cpus: list[int]
-    inputs: str
+    inputs: list[str]
     reference: str = ""
     onnx: str = ""
     path: list[str] = []
@@ -57,14 +60,27 @@ class Inputs:
     names: list[str]
 
 
-def save_inputs(path: Path, inputs: Inputs) -> None:
-    """For workers of this machine only: a pickle."""
-    path.write_bytes(pickle.dumps((inputs.args, inputs.kwargs, inputs.names)))
+def save_draws(path: Path, draw: Callable[[int], Inputs]) -> list[str]:
+    """Writes the arguments of several calls, which `draw` makes by number: at most `_DRAWS`, and
+    no more than `_DRAWS_BYTES` hold; one if all are alike. For workers of this machine only:
+    pickles. Returns the names of the files."""
+    names: list[str] = []
+    last, size = b"", 0
+    while len(names) < _DRAWS:
+        inputs = draw(len(names))
+        content = pickle.dumps((inputs.args, inputs.kwargs, inputs.names))
+        size += len(content)
+        if names and (content == last or size > _DRAWS_BYTES):
+            break
+        names.append(f"{path}-{len(names)}")
+        Path(names[-1]).write_bytes(content)
+        last = content
+    return names
 
 
-def load_inputs(job: Job) -> Inputs:
+def load_inputs(job: Job, draw: int = 0) -> Inputs:
     """Numpy arrays, converted to the job's dtype."""
-    args, kwargs, names = pickle.loads(Path(job.inputs).read_bytes())
+    args, kwargs, names = pickle.loads(Path(job.inputs[draw]).read_bytes())
 
     def leaf(array: Array) -> Array:
         if job.dtype is None or not floating(array):

@@ -18,9 +18,28 @@ from typing import Any
 
 import numpy as np
 
-from cli.jobs import Array, Job, Unavailable, flat, load_inputs, mapped, single, tensor
+from cli.jobs import Array, Inputs, Job, Unavailable, flat, load_inputs, mapped, single, tensor
 
-Call = Callable[[], object]
+#: seconds that the float64 results of further draws may take
+_REFERENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready: `call` gives the results for what the arguments hold now."""
+
+    call: Callable[[], object]
+    arguments: list[Any]  # arrays or tensors, flat and in order
+
+    def write(self, inputs: Inputs) -> None:
+        """Other contents for the arguments, where they are."""
+        arrays: list[Array] = []
+        mapped((inputs.args, inputs.kwargs), arrays.append)
+        for held, array in zip(self.arguments, arrays, strict=True):
+            if isinstance(held, np.ndarray):
+                np.copyto(held, array.astype(held.dtype))
+            else:
+                held.copy_(tensor(array))
 
 
 def _module(job: Job, dtype: str | None) -> Any:
@@ -30,6 +49,18 @@ def _module(job: Job, dtype: str | None) -> Any:
     module, _, function = job.loader.partition(":")
     loaded = getattr(importlib.import_module(module), function)(job.model, dtype)
     return loaded.eval().requires_grad_(False)
+
+
+def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """The arguments of a call of a torch module, and the tensors in them."""
+    inputs = load_inputs(job)
+    held: list[Any] = []
+
+    def made(array: Array) -> Any:
+        held.append(tensor(array))
+        return held[-1]
+
+    return mapped(inputs.args, made), mapped(inputs.kwargs, made), held
 
 
 def _first_line(name: str, error: BaseException) -> Unavailable:
@@ -50,12 +81,14 @@ def _needs(*packages: str) -> None:
 # ------------------------------------------------------------------------------ graphc itself
 
 
-def _graphc(job: Job) -> Call:
+def _graphc(job: Job) -> Loaded:
     from graphc.runtime import session as runtime
 
     session = runtime.load(Path(job.folder) / "plan", threads=job.threads)
     inputs = load_inputs(job)
-    return lambda: session.run(*inputs.args, **inputs.kwargs)
+    held: list[Array] = []
+    mapped((inputs.args, inputs.kwargs), held.append)
+    return Loaded(lambda: session.run(*inputs.args, **inputs.kwargs), held)
 
 
 def _build_graphc(job: Job) -> None:
@@ -73,8 +106,7 @@ def _build_graphc(job: Job) -> None:
         api.build(job.onnx, plan, inputs=types)
         return
     module = _module(job, job.dtype)
-    inputs = load_inputs(job)
-    args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+    args, kwargs, _ = _arguments(job)
     # what loading the module took is no peer's build either
     clock = _Clock(job)
     from graphc import api
@@ -99,23 +131,23 @@ class _Clock:
         (self.folder / "build-cpu").write_text(repr(self.now() - self.start))
 
 
-def _eager(job: Job) -> Call:
+def _eager(job: Job) -> Loaded:
     import torch
 
-    module, inputs = _module(job, job.dtype), load_inputs(job)
-    args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+    module = _module(job, job.dtype)
+    args, kwargs, held = _arguments(job)
     torch.inference_mode().__enter__()  # until the process ends
-    return lambda: module(*args, **kwargs)
+    return Loaded(lambda: module(*args, **kwargs), held)
 
 
-def _compile(freezing: bool) -> Callable[[Job], Call]:
-    def load(job: Job) -> Call:
+def _compile(freezing: bool) -> Callable[[Job], Loaded]:
+    def load(job: Job) -> Loaded:
         import torch
         import torch._inductor.config as config
 
         config.freezing = freezing
-        module, inputs = _module(job, job.dtype), load_inputs(job)
-        args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+        module = _module(job, job.dtype)
+        args, kwargs, held = _arguments(job)
         torch.inference_mode().__enter__()
         compiler: Any = torch.compile  # untyped
         compiled = compiler(module, dynamic=False)
@@ -126,7 +158,7 @@ def _compile(freezing: bool) -> Callable[[Job], Call]:
             raise _first_line("torch.compile", error) from None
         if clock is not None:
             clock.stop()
-        return lambda: compiled(*args, **kwargs)
+        return Loaded(lambda: compiled(*args, **kwargs), held)
 
     return load
 
@@ -136,8 +168,8 @@ def _build_aoti(freezing: bool) -> Callable[[Job], None]:
         import torch
         import torch._inductor
 
-        module, inputs = _module(job, job.dtype), load_inputs(job)
-        args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+        module = _module(job, job.dtype)
+        args, kwargs, _ = _arguments(job)
         clock = _Clock(job)
         try:
             with torch.no_grad():
@@ -154,19 +186,18 @@ def _build_aoti(freezing: bool) -> Callable[[Job], None]:
     return build
 
 
-def _aoti(job: Job) -> Call:
+def _aoti(job: Job) -> Loaded:
     import torch
     import torch._inductor
 
     torch.set_num_threads(job.threads)
-    inputs = load_inputs(job)
-    args, kwargs = mapped(inputs.args, tensor), mapped(inputs.kwargs, tensor)
+    args, kwargs, held = _arguments(job)
     try:
         package = torch._inductor.aoti_load_package(str(Path(job.folder) / "model.pt2"))
     except Exception as error:
         raise _first_line("AOTInductor", error) from None
     torch.inference_mode().__enter__()
-    return lambda: package(*args, **kwargs)
+    return Loaded(lambda: package(*args, **kwargs), held)
 
 
 # ------------------------------------------------------------------------------ ONNX
@@ -236,7 +267,7 @@ def _feeds(job: Job) -> dict[str, Array]:
     return {name: np.ascontiguousarray(single(array)) for name, array in pairs}
 
 
-def _onnxruntime(job: Job) -> Call:
+def _onnxruntime(job: Job) -> Loaded:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -248,13 +279,14 @@ def _onnxruntime(job: Job) -> Call:
     except Exception as error:
         raise _first_line("onnxruntime", error) from None
     taken = {item.name for item in session.get_inputs()}
-    feeds = {name: array for name, array in _feeds(job).items() if name in taken}
+    held = _feeds(job)
+    feeds = {name: array for name, array in held.items() if name in taken}
     if len(feeds) != len(taken):
         raise Unavailable(f"its graph has other inputs: {', '.join(sorted(taken - set(feeds)))}")
-    return lambda: session.run(None, feeds)
+    return Loaded(lambda: session.run(None, feeds), list(held.values()))
 
 
-def _openvino(job: Job) -> Call:
+def _openvino(job: Job) -> Loaded:
     import openvino as ov
 
     feeds = _feeds(job)
@@ -292,7 +324,7 @@ def _openvino(job: Job) -> Call:
         request.infer()
         return [request.get_output_tensor(i).data for i in range(count)]
 
-    return call
+    return Loaded(call, list(feeds.values()))
 
 
 # ------------------------------------------------------------------------------ float64
@@ -300,12 +332,13 @@ def _openvino(job: Job) -> Call:
 
 def _build_reference(job: Job) -> None:
     """The results in float64 of the module as it is at the job's dtype: weights and inputs are
-    rounded first, so what is measured is the error of the computation."""
+    rounded first, so what is measured is the error of the computation. Of as many draws as
+    `_REFERENCE_S` allows, at least one; array "1.0" is the first result of the second draw."""
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_map
 
-    module, inputs = _module(job, job.dtype).double(), load_inputs(job)
+    module = _module(job, job.dtype).double()
     if job.onnx:  # reads its types off the file
         module.input_specs = [
             replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point else spec
@@ -328,20 +361,27 @@ def _build_reference(job: Job) -> None:
             args, kwargs = tree_map(wide, (args, kwargs or {}))
             return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
-    try:
-        with torch.inference_mode(), Double():
-            result = module(*mapped(inputs.args, double), **mapped(inputs.kwargs, double))
-    except Exception as error:
-        raise _first_line("float64", error) from None
+    results: dict[str, Array] = {}
+    begin = time.perf_counter()
+    for draw in range(len(job.inputs)):
+        if draw and (time.perf_counter() - begin) * (draw + 1) / draw > _REFERENCE_S:
+            break
+        inputs = load_inputs(job, draw)
+        try:
+            with torch.inference_mode(), Double():
+                result = module(*mapped(inputs.args, double), **mapped(inputs.kwargs, double))
+        except Exception as error:
+            raise _first_line("float64", error) from None
+        results |= {f"{draw}.{i}": array for i, array in enumerate(flat(result))}
     with Path(job.reference).open("wb") as file:
-        np.savez(file, *flat(result))
+        np.savez(file, **results)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Peer:
     """How a peer is prepared (once; what it leaves in the job's folder is kept) and loaded."""
 
-    load: Callable[[Job], Call]
+    load: Callable[[Job], Loaded]
     build: Callable[[Job], object] | None = None
     packages: tuple[str, ...] = ()  # whose versions an artefact depends on
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import dense_table
+from benchmarks import dense, dense_table
 from benchmarks.workloads import load_module, workload
-from cli import jobs, race
-from cli.jobs import Inputs, Job, Unavailable, save_inputs
+from cli import jobs, race, worker
+from cli.jobs import Inputs, Job, Unavailable, save_draws
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -114,11 +114,13 @@ def load_writes(model: str, dtype: str | None) -> nn.Module:
 
 
 def _job(place: Path, **changes: Any) -> Job:
-    save_inputs(place / "inputs", Inputs((np.ones((2, 3), np.float32),), {}, ["x"]))
+    def draw(number: int) -> Inputs:
+        return Inputs((np.full((2, 3), 1 + number % 3, np.float32),), {}, ["x"])
+
     job = Job(
         peer="eager", folder=str(place / "artefacts"), shared=str(place), model="writes",
         loader="test_bench:load_writes", dtype="float32", threads=1, cpus=race.cores(1),
-        inputs=str(place / "inputs"), reference=str(place / "reference.npz"),
+        inputs=save_draws(place / "inputs", draw), reference=str(place / "reference.npz"),
         path=[str(Path(__file__).parent)],
     )  # fmt: skip
     return msgspec.structs.replace(job, **changes)
@@ -129,7 +131,9 @@ def test_a_race_checks_and_times(tmp_path: Path) -> None:
     reference = race.prepare(_job(tmp_path, peer="float64"), "1")
     assert reference["cpu_s"] > 0
     with np.load(tmp_path / "reference.npz") as file:  # in float64 all the way
-        np.testing.assert_allclose(file["arr_0"], 2 + np.exp(np.full((2, 3), 2.0)), rtol=1e-14)
+        for draw in range(jobs._DRAWS):
+            doubled = np.full((2, 3), 2.0 + 2 * (draw % 3))
+            np.testing.assert_allclose(file[f"{draw}.0"], doubled + np.exp(doubled), rtol=1e-14)
     lines: list[str] = []
 
     class Hold:
@@ -152,7 +156,12 @@ def test_a_race_checks_and_times(tmp_path: Path) -> None:
         rounds=3, seconds=0.01, hold=Hold,
     )  # fmt: skip
     found = entries["eager"].summary()
-    assert found["error"] < 1e-6 and found["samples"] >= 3 and found["peak_bytes"] > 1 << 20
+    assert (
+        found["error"] < 1e-6
+        and found["draws"] == jobs._DRAWS
+        and found["samples"] >= 3
+        and found["peak_bytes"] > 1 << 20
+    )
     assert found["cpu_min_s"] <= found["cpu_s"] and lines == ["held", "free"]
     assert "missing" in skipped["other"]
 
@@ -175,6 +184,27 @@ def test_cores_are_those_of_this_process() -> None:
     if hasattr(os, "sched_getaffinity"):
         assert set(race.cores(1 << 20)) == os.sched_getaffinity(0)
     assert len(race.cores(1)) == 1
+
+
+def test_draws_are_alike_in_kind(tmp_path: Path) -> None:
+    ones = Inputs((np.ones(3, np.int64),), {}, ["ids"])
+    assert len(save_draws(tmp_path / "same", lambda number: ones)) == 1
+    for name in ("encoder:16", "step_cat:16", "softmax"):
+        first, other = (dense._draw(name, number) for number in range(2))
+        assert first.names == other.names == list(workload(name).inputs)
+        for a, b, timed in zip(first.args, other.args, workload(name).inputs.values(), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype) and np.array_equal(a, timed)
+        assert not np.array_equal(first.args[0], other.args[0])
+
+
+def test_errors_of_draws_are_summarised() -> None:
+    true = [np.full(4, 2.0), np.arange(3)]
+    one = worker._compare([np.full(4, 2.2), np.arange(3)], true)
+    assert not isinstance(one, str) and one[0] == pytest.approx(0.1) and len(one) == 1
+    assert worker._summary([one, [0.7]]) == {"error": pytest.approx(0.5), "draws": 2}
+    assert "integer" in worker._compare([np.full(4, 2.0), np.ones(3)], true)
+    assert worker._summary([one, "other shapes"]) == {"mismatch": "other shapes"}
+    assert worker._summary([]) == {}
 
 
 def test_results_are_compared_in_order() -> None:

@@ -97,11 +97,15 @@ struct gc_pool {  // the part that other libraries see; never changes within GC_
 
 namespace {
 
-// The ticket of a parallel region: its number of chunks above, the next chunk to hand out below.
-// A thread takes a chunk by adding one; it has it if what it added to was below the number. So a
-// worker that sleeps through a region, or is off its core on a busy machine, is never waited for:
-// the caller waits only for chunks that were taken. What a chunk needs is read after taking it, when
-// the region cannot end before the chunk is done.
+// A parallel region is cut into chunks, and these into parts, one for each thread: part t is the t-th
+// piece of the range, so what a thread wrote in one Step it mostly reads itself in the next, out of
+// its own cache. A thread that is done with its part goes on with those of the others.
+//
+// The ticket of a part: behind its last chunk above, the next chunk to hand out below. A thread
+// takes a chunk by adding one; it has it if what it added to was below the end. So a worker that
+// sleeps through a region, or is off its core on a busy machine, is never waited for: the caller
+// waits only for chunks that were taken. What a chunk needs is read after taking it, when the region
+// cannot end before the chunk is done.
 constexpr uint64_t NEXT = 0xffffffffu;
 constexpr int64_t CHUNKS = 8;  // most chunks per thread: balances uneven work
 
@@ -110,14 +114,18 @@ constexpr int64_t CHUNKS = 8;  // most chunks per thread: balances uneven work
 constexpr int64_t IDLE_NS = 100000;
 constexpr int64_t JOIN_NS = 50000;
 
-struct Pool : gc_pool {
-  // One cache line goes from the caller to a worker to start it, one back when it is done; what
-  // rarely changes is kept off both.
-  alignas(128) std::atomic<uint64_t> ticket;
+// One cache line goes from the caller to a worker to start it, one back when it is done; what rarely
+// changes is kept off both.
+struct alignas(128) Part {
+  std::atomic<uint64_t> ticket;
   gc_kernel kernel;
   void* const* ptr;
   const int64_t* imm;
-  int64_t first, range, chunk;
+  int64_t first, range, chunk;  // of the region
+};
+
+struct Pool : gc_pool {
+  Part* parts;  // behind the pool, by thread
   alignas(128) std::atomic<int64_t> finished;  // chunks by workers, ever
   alignas(128) std::atomic<int32_t> sleepers;
   std::atomic<int32_t> waiting;  // the caller sleeps until the region is done
@@ -140,25 +148,36 @@ struct Worker {
 
 inline bool has_work(uint64_t ticket) { return (ticket & NEXT) < (ticket >> 32); }
 
-void run_chunk(Pool* pool, int64_t thread, int64_t begin) {
-  int64_t end = pool->range - begin < pool->chunk ? pool->range : begin + pool->chunk;
-  gc_args args = {pool->ptr, pool->imm, pool->scratch + thread * pool->stride};
+void run_chunk(Pool* pool, const Part& part, int64_t thread, int64_t number) {
+  int64_t begin = part.first + number * part.chunk;
+  int64_t end = part.range - begin < part.chunk ? part.range : begin + part.chunk;
+  gc_args args = {part.ptr, part.imm, pool->scratch + thread * pool->stride};
   gc_trace* trace = pool->trace;
   int64_t start = trace ? nanoseconds() : 0;
-  pool->kernel(&args, begin, end);
+  part.kernel(&args, begin, end);
   if (trace) record(trace, {pool->step, thread, 1, start, nanoseconds(), begin, end});
 }
 
-// Takes chunks while there are any; gives how many.
-int64_t take_part(Pool* pool, int64_t thread) {
+// Takes chunks while there are any, of its own part first; gives how many.
+int64_t take_parts(Pool* pool, int64_t thread) {
   int64_t taken = 0;
-  while (has_work(pool->ticket.load(std::memory_order_relaxed))) {
-    uint64_t ticket = pool->ticket.fetch_add(1, std::memory_order_acq_rel);
-    if (!has_work(ticket)) break;
-    run_chunk(pool, thread, pool->first + (int64_t)(ticket & NEXT) * pool->chunk);
-    taken++;
+  for (int64_t k = thread, left = pool->threads; left > 0; left--) {
+    Part& part = pool->parts[k];
+    while (has_work(part.ticket.load(std::memory_order_relaxed))) {
+      uint64_t ticket = part.ticket.fetch_add(1, std::memory_order_acq_rel);
+      if (!has_work(ticket)) break;
+      run_chunk(pool, part, thread, (int64_t)(ticket & NEXT));
+      taken++;
+    }
+    if (++k == pool->threads) k = 0;
   }
   return taken;
+}
+
+bool any_work(Pool* pool) {
+  for (int64_t t = 0; t < pool->threads; t++)
+    if (has_work(pool->parts[t].ticket.load())) return true;
+  return false;
 }
 
 // Waits for the condition, spinning; false if it does not come true in so many nanoseconds.
@@ -183,16 +202,17 @@ void* worker_main(void* argument) {
   int64_t thread = worker->thread;
   free(worker);
   fesetenv(FE_DFL_ENV);  // not what the creating thread happened to have
-  auto work = [=] { return has_work(pool->ticket.load(std::memory_order_relaxed)); };
+  const std::atomic<uint64_t>& own = pool->parts[thread].ticket;
+  auto work = [&] { return has_work(own.load(std::memory_order_relaxed)); };
   for (;;) {
     if (!spin_until(pool->idle, work)) {
       pthread_mutex_lock(&pool->mutex);
       pool->sleepers.fetch_add(1);
-      while (!has_work(pool->ticket.load())) pthread_cond_wait(&pool->work, &pool->mutex);
+      while (!any_work(pool)) pthread_cond_wait(&pool->work, &pool->mutex);
       pool->sleepers.fetch_sub(1);
       pthread_mutex_unlock(&pool->mutex);
     }
-    int64_t taken = take_part(pool, thread);
+    int64_t taken = take_parts(pool, thread);
     if (!taken) continue;
     pool->finished.fetch_add(taken);  // seq_cst: orders with the caller's `waiting`
     if (pool->waiting.load()) {
@@ -230,24 +250,31 @@ void pool_run(gc_pool* base, const gc_job* job) {
     begin = end;
     if (begin >= range) return;
   }
-  const uint64_t chunks = (uint64_t)((range - begin + chunk - 1) / chunk);
-  pool->kernel = job->kernel;
-  pool->ptr = job->ptr;
-  pool->imm = job->imm;
-  pool->first = begin;
-  pool->range = range;
-  pool->chunk = chunk;
+  const int64_t chunks = (range - begin + chunk - 1) / chunk;
+  const int64_t parts = chunks < pool->threads ? chunks : pool->threads;
   if (pool->scratch != job->scratch) pool->scratch = job->scratch;
   if (pool->stride != job->stride) pool->stride = job->stride;
   if (pool->trace != job->trace) pool->trace = job->trace;
   if (job->trace) pool->step = job->step;
-  pool->ticket.store(chunks << 32 | 1);  // chunk 0 is the caller's; seq_cst: before `sleepers`
-  if (job->wake) wake(pool, (int64_t)chunks - 1);
+  for (int64_t t = parts - 1; t >= 0; t--) {
+    Part& part = pool->parts[t];
+    part.kernel = job->kernel;
+    part.ptr = job->ptr;
+    part.imm = job->imm;
+    part.first = begin;
+    part.range = range;
+    part.chunk = chunk;
+    const uint64_t first = (uint64_t)(t * chunks / parts), last = (uint64_t)((t + 1) * chunks / parts);
+    // chunk 0 is the caller's
+    part.ticket.store(last << 32 | (t ? first : 1), std::memory_order_release);
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // the tickets before `sleepers`
+  if (job->wake) wake(pool, chunks - 1);
   int64_t start = job->sample ? nanoseconds() : 0;
-  run_chunk(pool, 0, begin);
-  int64_t own = 1 + take_part(pool, 0);
+  run_chunk(pool, pool->parts[0], 0, 0);
+  int64_t own = 1 + take_parts(pool, 0);
   int64_t end = job->sample ? nanoseconds() : 0;
-  int64_t wanted = pool->wanted += (int64_t)chunks - own;
+  int64_t wanted = pool->wanted += chunks - own;
   auto done = [=] { return pool->finished.load(std::memory_order_acquire) == wanted; };
   bool waits = !done();
   if (waits && !spin_until(pool->join, done)) {
@@ -269,9 +296,11 @@ GC_EXPORT int64_t gc_pool_version() { return GC_POOL_VERSION; }
 // Pools live as long as the process.
 GC_EXPORT gc_pool* gc_pool_create(int64_t threads) {
   void* memory = nullptr;
-  if (posix_memalign(&memory, 128, sizeof(Pool))) return nullptr;
-  memset(memory, 0, sizeof(Pool));
+  const size_t bytes = sizeof(Pool) + (size_t)threads * sizeof(Part);
+  if (posix_memalign(&memory, 128, bytes)) return nullptr;
+  memset(memory, 0, bytes);
   Pool* pool = (Pool*)memory;
+  pool->parts = (Part*)(pool + 1);
   pool->version = GC_POOL_VERSION;
   pool->threads = threads;
   pool->run = pool_run;

@@ -76,6 +76,48 @@ def test_conv2d(isa: str, dtype: torch.dtype) -> None:
         check(CONV2D, isa, x, w, b, *pair, groups)
 
 
+# 3 x 3 with step 1 and channels enough for Winograd's tiles: odd sizes, several units, rows that
+# units share, images of one or two pixels, narrow last panels, channels that fill no vector
+WINOGRAD: list[tuple[Any, ...]] = [
+    ((1, 24, 12, 14), (32, 24, 3, 3), 1, 1, 1, 1),
+    ((3, 29, 7, 9), (41, 29, 3, 3), 1, 1, 1, 1),
+    ((1, 24, 33, 35), (24, 24, 3, 3), 1, (0, 2), 1, 1),
+    ((2, 64, 5, 4), (80, 32, 3, 3), 1, (2, 1), 1, 2),
+    ((1, 150, 3, 3), (30, 150, 3, 3), 1, 0, 1, 1),
+    ((5, 32, 1, 2), (24, 32, 3, 3), 1, 1, 1, 1),
+    ((1, 700, 8, 7), (40, 700, 3, 3), 1, 1, 1, 1),
+    ((0, 24, 5, 5), (24, 24, 3, 3), 1, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_winograd(isa: str, dtype: torch.dtype) -> None:
+    for x_shape, w_shape, stride, padding, dilation, groups in WINOGRAD:
+        x, w = random(*x_shape, dtype=dtype), random(*w_shape, dtype=dtype) / w_shape[1] ** 0.5
+        b = random(w_shape[0], dtype=dtype) if w_shape[0] % 4 else None
+        pair = [[v, v] if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
+        context = lower(CONV2D, [x, Constant(w), b, *pair, groups], isa=isa)
+        assert any("conv_winograd" in step.symbol for step in context.steps)
+        check(CONV2D, isa, x, w, b, *pair, groups)
+    x, w = random(2, 24, 3, 8, 9), random(32, 24, 1, 3, 3)
+    check("aten.conv3d.default", isa, x, w, random(32), [1] * 3, [0, 1, 1])
+    check(CONV2D, isa, random(2, 24, 10, 31), random(40, 24, 3, 3), random(40), [1, 1], [1, 1],
+          symbols={(0, 0): "N", (0, 2): "H", (0, 3): "W"})  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("channels", [24, 64, 128, 512])
+def test_winograd_is_as_exact_as_eager(isa: str, channels: int) -> None:
+    """Of normal values, and of values after a relu, which are harder."""
+    w = random(channels, channels, 3, 3) / (9 * channels) ** 0.5
+    for x in (random(2, channels, 14, 14), random(2, channels, 14, 14).relu()):
+        exact = torch.conv2d(x.double(), w.double(), padding=1)
+        (got,) = run_rule(CONV2D, [x, Constant(w), None, [1, 1], [1, 1]], isa=isa)
+        eager = torch.conv2d(x, w, padding=1)
+        assert (got - exact).norm() <= (eager - exact).norm()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_conv1d_and_conv3d(isa: str) -> None:
     check("aten.conv1d.default", isa, random(2, 5, 70), random(9, 5, 4), random(9), [2], [3])

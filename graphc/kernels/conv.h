@@ -15,6 +15,7 @@
 
 #define GC_CONV_PANEL 32   // output channels of one unit
 #define GC_CONV_ROWS 14    // pixels of the largest micro tile at any ISA level
+#define GC_WINOGRAD_CHANNELS 16  // fewest input channels of conv_winograd.cpp
 
 struct gc_conv_shape {
   int64_t images, groups, oc, c;  // oc, c: per group
@@ -38,6 +39,8 @@ GC_CONV(transposed_bf16);
 // Transposed with windows that do not overlap: see conv_expand.cpp.
 GC_CONV(expand_f32);
 GC_CONV(expand_bf16);
+// Windows of 3 x 3 with step 1, weights of 16 taps that are transformed: see conv_winograd.cpp.
+GC_CONV(winograd_f32);
 // One channel per group: weights [tap][channel] fp32; one unit is (image, row of the output, panel).
 GC_CONV(depthwise_f32);
 GC_CONV(depthwise_bf16);

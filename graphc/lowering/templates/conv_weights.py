@@ -40,6 +40,16 @@ def pack_conv_weight(weight: torch.Tensor, groups: int, *, pairs: bool) -> torch
     return torch.cat(parts, dim=1).reshape(-1).contiguous()
 
 
+def winograd_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[OC, C, 9] -> [OC, C, 16]: G g G' for windows g of 3 x 3, see conv_winograd.cpp; in double
+    precision, rounded once."""
+    import torch
+
+    g = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
+    windows = weight.reshape(*weight.shape[:2], 3, 3).double()
+    return (g @ windows @ g.t()).to(weight.dtype).reshape(*weight.shape[:2], 16)
+
+
 def weight_steps(groups: int, transposed: bool, sizes: Sequence[int]) -> list[int]:
     """Strides of contiguous weights over (group, output channel, channel, tap)."""
     taps = int(product_of(sizes[2:]))
@@ -61,8 +71,8 @@ def packed_weights(
 ) -> View:
     """The weights in the kernel's layout: packed now if constant, else by a Step. `storage` is
     their dtype in the graph, `kind` that of the kernel. order: "taps" (depthwise, [tap][channel]),
-    or, for constants, "merged" (the taps of a row are channels) or "expanded" (the taps of a row
-    are output channels, its rows groups)."""
+    or, for constants, "merged" (the taps of a row are channels), "expanded" (the taps of a row
+    are output channels, its rows groups) or "winograd" (of tiles instead of pixels)."""
     import torch
 
     constant = ctx.weight(node.args[1])
@@ -84,6 +94,8 @@ def packed_weights(
         elif order == "expanded":
             w = w.reshape(oc, c, taps // row, row).permute(2, 3, 0, 1)
             groups, w = taps // row, w.reshape(-1, c, 1)
+        elif order == "winograd":
+            w = winograd_weight(w)
         data = pack_conv_weight(w, groups, pairs=kind == "bf16")
         return ctx.constant(f"{node.name}.weight", data, layout=f"conv_panels_{kind}")
     source = ctx.contiguous(node.args[1])

@@ -28,6 +28,11 @@ WEIGHT_BYTES, FEW, MANY, LEAST = 1 << 18, 112, 224, 56
 TABLE = 4096
 #: channels below which the taps of a row are read as one stretch of memory
 MERGED_CHANNELS = 8
+#: fewest input and output channels of a group for which tiles of 2 x 2 pixels cost less than
+#: windows; of input channels also GC_WINOGRAD_CHANNELS in conv.h
+WINOGRAD_CHANNELS = {"avx512": 16, "avx2": 24, "portable": 24}
+#: bytes of transformed input of one unit, and its most tiles
+WINOGRAD_BYTES, WINOGRAD_TILES = 1 << 19, 56
 BIAS_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
 
 
@@ -66,6 +71,15 @@ class _Geometry:
             conv.transposed and conv.groups == 1 and conv.stride == self.kernel
             and conv.padding == (0, 0, 0) and (conv.dilation == (1, 1, 1))
             and all(same(o, i * k) for o, i, k in zip(self.out, size, self.kernel, strict=True))
+        )  # fmt: skip
+
+    def minimal(self, isa: str) -> bool:
+        """Windows of 3 x 3, and channels enough to pay for the transformations."""
+        conv = self.conv
+        return (
+            not conv.transposed and self.kernel == (1, 3, 3) and conv.stride == (1, 1, 1)
+            and conv.dilation == (1, 1, 1) and conv.padding[0] == 0
+            and min(self.c, self.oc) >= WINOGRAD_CHANNELS[isa]
         )  # fmt: skip
 
     @property
@@ -153,10 +167,21 @@ def emit_fast(
         g = arranged(ctx, node, g, merged)
     kind = FAST[g.x.dtype]
     expands = g.expands and constant is not None
-    order = "merged" if merged else "expanded" if expands else "taps" if depthwise else ""
+    minimal = kind == "f32" and constant is not None and g.minimal(ctx.isa)
+    order = (
+        "merged" if merged else "expanded" if expands else "taps" if depthwise
+        else "winograd" if minimal else ""
+    )  # fmt: skip
     weights = packed_weights(ctx, node, storage, kind, conv.groups, conv.transposed, sizes, order)
     z = g.x.shape[0]
-    block = FEW if expands else unit_pixels(ctx, g, z * product_of(g.out))
+    tiles = z * g.out[0] * ceildiv(g.out[1], 2) * ceildiv(g.out[2], 2)
+    if expands:
+        block = FEW
+    elif minimal:
+        block = unit_tiles(ctx, g, tiles)
+        flops = 2 * tiles * channels * g.c * 16
+    else:
+        block = unit_pixels(ctx, g, z * product_of(g.out))
     pointers = [g.x, weights, *([bias] if bias is not None else [])]
     immediates = immediates_of(g, bias, block)
     row = expands and channels == 1  # a tile is a row of pixels
@@ -181,6 +206,9 @@ def emit_fast(
         blocks = ceildiv(z * product_of(grid), block)
         range_ = conv.groups * product_of(conv.stride) * blocks * panels
         work, scratch = PANEL * block * g.c * taps, unit_scratch(g, block)
+    elif minimal:
+        name, range_ = "conv_winograd", conv.groups * ceildiv(tiles, block) * panels
+        work, scratch = PANEL * block * g.c * 16, winograd_scratch(g, block)
     else:
         name, range_ = "conv", conv.groups * ceildiv(z * pixels, block) * panels
         work, scratch = PANEL * block * g.c * g.taps, unit_scratch(g, block)
@@ -235,6 +263,21 @@ def unit_pixels(ctx: LoweringContext, g: _Geometry, pixels: Dim) -> int:
         return block
     count = ceildiv(known, block)
     return min(known, ceildiv(ceildiv(known, count), TILE) * TILE)
+
+
+def unit_tiles(ctx: LoweringContext, g: _Geometry, tiles: Dim) -> int:
+    """Tiles of 2 x 2 pixels of one unit; an even split where their number is known."""
+    most = max(TILE // 2, min(WINOGRAD_TILES, WINOGRAD_BYTES // (16 * 4 * g.c)))
+    known = ctx.static(tiles)
+    if known is None or known <= 0:
+        return most
+    return ceildiv(known, ceildiv(known, most))
+
+
+def winograd_scratch(g: _Geometry, block: int) -> Dim:
+    """Bytes of `Winograd` in conv_winograd.cpp."""
+    length = (g.c + 15) // 16 * 16 + 16
+    return 4 * (PANEL + length + block * (4 * PANEL + 16 * PANEL + 16 * length))
 
 
 def unit_scratch(g: _Geometry, block: int) -> Dim:

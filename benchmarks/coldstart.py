@@ -1,11 +1,12 @@
-"""From process start to the first output of a ready artefact, in CPU seconds.
+"""From process start to the first output of a ready artefact, in CPU seconds, and peak memory.
 
     python benchmarks/coldstart.py PLAN --onnx FILE [--length T=64] [--rounds 21] [--json FILE]
 
 Fresh processes, interleaved, one thread each, medians of user + system time: `graphc.load` in a
 Python program, the command `graphc run`, ONNX Runtime on the same model, and the floor of all
 three: Python, numpy and the inputs read from files. Outputs of graphc and ONNX Runtime are compared
-first.
+first. Peak memory is the most that was resident after six runs, above that floor, and above the
+weights too: the bytes of the ONNX file and of what it keeps beside it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ import graphc
 """
     + _FLOOR
     + """
-graphc.load({plan!r}, threads=1).run(**feeds)
+session = graphc.load({plan!r}, threads=1)
+for _ in range({runs}):
+    session.run(**feeds)
 """
 )
 _ORT = (
@@ -52,9 +55,16 @@ import onnxruntime
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = options.inter_op_num_threads = 1
 session = onnxruntime.InferenceSession({onnx!r}, options, providers=["CPUExecutionProvider"])
-session.run(None, {{i.name: feed for i, feed in zip(session.get_inputs(), feeds.values())}})
+feeds = {{i.name: feed for i, feed in zip(session.get_inputs(), feeds.values())}}
+for _ in range({runs}):
+    session.run(None, feeds)
 """
 )
+_PEAK = """
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+_CODES = {"onnxruntime": _ORT, "graphc.load": _GRAPHC, "python + numpy": _FLOOR}
+_RUNS = 6  # before peak memory is read
 
 
 def child(command: list[str], environment: dict[str, str]) -> float:
@@ -65,6 +75,22 @@ def child(command: list[str], environment: dict[str, str]) -> float:
     if process.returncode:
         raise SystemExit(f"{command} failed with status {process.returncode}")
     return 1e3 * (usage.ru_utime + usage.ru_stime)
+
+
+def peaks(values: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+    """MiB that were resident at most in fresh processes of several runs. Linux only."""
+    values = values | {"runs": _RUNS}
+    found = {}
+    for name, code in _CODES.items():
+        command = [sys.executable, "-c", code.format(**values) + _PEAK]
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        found[name] = int(done.stdout.split()[-1]) / 1024
+    return found
+
+
+def weights(onnx: Path) -> float:
+    """MiB of an ONNX file and of its external data."""
+    return sum(file.stat().st_size for file in onnx.parent.glob(f"{onnx.name}*")) / 2**20
 
 
 def difference(plan: str, onnx: str, feeds: list[np.ndarray[Any, Any]]) -> float:
@@ -107,14 +133,13 @@ def main() -> int:
         for tensor, feed in zip(manifest.inputs, feeds, strict=True):
             files[tensor.name] = f"{scratch}/{len(files)}.npy"
             np.save(files[tensor.name], feed)
-        values = {"root": str(ROOT), "plan": plan, "onnx": onnx, "files": files}
+        values = {"root": str(ROOT), "plan": plan, "onnx": onnx, "files": files, "runs": 1}
         command = [sys.executable, "-m", "graphc", "run", plan, "--threads", "1"]
         command += ["--iters", "0", "--warmup", "0"]
         for name, file in files.items():
             command += ["--input", f"{name}=@{file}"]
-        codes = {"onnxruntime": _ORT, "graphc.load": _GRAPHC, "python + numpy": _FLOOR}
         commands = {
-            name: [sys.executable, "-c", code.format(**values)] for name, code in codes.items()
+            name: [sys.executable, "-c", code.format(**values)] for name, code in _CODES.items()
         } | {"graphc run": command}
         # all with their modules compiled, as installed packages are
         environment = os.environ | {"PYTHONPYCACHEPREFIX": f"{scratch}/modules"}
@@ -125,11 +150,17 @@ def main() -> int:
         for _ in range(options.rounds):
             for name, words in commands.items():
                 figures[name].append(child(words, environment))
+        resident = peaks(values, environment)
     rows = {name: median(found) for name, found in figures.items()}
     for name, row in rows.items():
         print(f"{name:<16}{row:9.1f} ms CPU {row / rows['onnxruntime']:6.2f} x")
+    floor, stored = resident.pop("python + numpy"), weights(options.onnx)
+    for name, row in resident.items():
+        more = row - floor
+        print(f"{name:<16}{more:9.1f} MiB above the floor {more - stored:9.1f} above the weights")
     if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+        report = {"cpu_ms": rows, "peak_mib": resident, "floor_mib": floor, "weights_mib": stored}
+        options.json.write_text(json.dumps(report, indent=1))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
 from pathlib import Path
@@ -32,15 +33,17 @@ huge_pages = pytest.mark.skipif(
 def mapped_file(path: Path, nbytes: int) -> tuple[MappedFile, np.ndarray[tuple[int], np.dtype]]:
     content = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     path.write_bytes(content.tobytes())
-    return MappedFile(path), content
+    mapped = MappedFile(path)
+    if nbytes and hasattr(mmap, "MADV_NOHUGEPAGE"):  # as where the page cache has small pages
+        mapped._map.madvise(mmap.MADV_NOHUGEPAGE)
+    return mapped, content
 
 
 @huge_pages
 def test_content_stays_and_pages_grow(tmp_path: Path) -> None:
     mapped, content = mapped_file(tmp_path / "weights", 43 * 1000 * 1000)
-    if weights._huge(mapped.address, "FilePmdMapped"):
-        pytest.skip("the page cache has this file in huge pages already")
     address, bytes_before = mapped.address, int(mapped.bytes[5])
+    np.testing.assert_array_equal(mapped.bytes, content)  # read, as by a few runs
     moved = weights.move_to_huge_pages(mapped)
     assert moved % HUGE_PAGE == 0
     assert moved >= 43 * 1000 * 1000 - 2 * HUGE_PAGE
@@ -48,8 +51,23 @@ def test_content_stays_and_pages_grow(tmp_path: Path) -> None:
     assert int(mapped.bytes[5]) == bytes_before
     np.testing.assert_array_equal(mapped.bytes, content)
     middle = address + mapped.nbytes // 2
-    assert weights._huge(middle, "AnonHugePages") > 0
+    assert weights._mapped(middle, "AnonHugePages") > 0
     assert (tmp_path / "weights").read_bytes() == content.tobytes()
+
+
+@huge_pages
+def test_what_is_hardly_read_stays_in_the_file(tmp_path: Path) -> None:
+    mapped, content = mapped_file(tmp_path / "weights", 48 << 20)
+    table = mapped.bytes[8 << 20 : 40 << 20]
+    rows = [int(row[:64].sum()) for row in (table[i << 23 :] for i in range(4))]  # one in 8 MiB
+    np.testing.assert_array_equal(mapped.bytes[: 8 << 20], content[: 8 << 20])
+    np.testing.assert_array_equal(mapped.bytes[40 << 20 :], content[40 << 20 :])
+    moved = weights.move_to_huge_pages(mapped)
+    assert 0 < moved <= 16 << 20
+    first = weights.round_up(table.ctypes.data, HUGE_PAGE)
+    assert weights._resident(first, 24 << 20) < 0.5
+    assert rows == [int(row[:64].sum()) for row in (table[i << 23 :] for i in range(4))]
+    np.testing.assert_array_equal(mapped.bytes, content)
 
 
 def test_small_weights_stay(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ A mapped file starts at once and is shared by all processes, but the kernel keep
 pages more often than not, and kernels that stream weights lose a quarter to a third of the memory's
 speed to them. So after a few runs a thread copies the weights piece by piece into huge pages and
 puts each piece where the file was mapped: addresses stay, nothing waits, and what is resident does
-not grow by more than a piece. The memory is then the process's own. Linux only; elsewhere, and
-where the kernel grants no huge pages, the file stays mapped.
+not grow by more than a piece. The memory is then the process's own. Pieces that the runs hardly
+read stay in the file: of a table of embeddings a few rows are resident, not all of it. Linux only;
+elsewhere, and where the kernel grants no huge pages, the file stays mapped.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import mmap
 import sys
 import threading
 
+import numpy as np
+
 from graphc.runtime.pool import HUGE_PAGE, MappedFile, round_up
 
 #: smaller weights stay in the caches, where pages matter less than memory
 LEAST = 4 << 20
-_PIECE = 8 * HUGE_PAGE
+_PIECE = 2 * HUGE_PAGE
 _READ, _READ_WRITE = mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
 _MAYMOVE_FIXED = 3
 _FAILED = ctypes.c_void_p(-1).value
@@ -35,16 +38,21 @@ def move_in_background(weights: MappedFile) -> threading.Thread | None:
 
 
 def move_to_huge_pages(weights: MappedFile) -> int:
-    """Moves all whole huge pages of the mapping, while others may read them; gives how many bytes
-    were moved."""
+    """Moves the whole huge pages of the mapping of which most was read, while others may read them;
+    gives how many bytes were moved."""
     first = round_up(weights.address, HUGE_PAGE)
     last = (weights.address + weights.nbytes) // HUGE_PAGE * HUGE_PAGE
-    if last - first < LEAST or 2 * _huge(weights.address, "FilePmdMapped") > weights.nbytes:
+    if last - first < LEAST:
+        return 0
+    read, huge = (_mapped(weights.address, field) for field in ("Rss", "FilePmdMapped"))
+    if 2 * huge > read:
         return 0
     libc = _libc()
     moved = 0
     for target in range(first, last, _PIECE):
         size = min(_PIECE, last - target)
+        if _resident(target, size) <= 0.5:
+            continue
         if not _move(libc, target, size):
             break
         moved += size
@@ -61,7 +69,7 @@ def _move(libc: ctypes.CDLL, target: int, size: int) -> bool:
     libc.madvise(piece, size, mmap.MADV_HUGEPAGE)
     ctypes.memmove(piece, target, size)
     moved = (
-        2 * _huge(piece, "AnonHugePages") >= size
+        2 * _mapped(piece, "AnonHugePages") >= size
         and libc.mprotect(piece, size, _READ) == 0
         and libc.mremap(piece, size, size, _MAYMOVE_FIXED, target) == target
     )
@@ -74,8 +82,20 @@ def _move(libc: ctypes.CDLL, target: int, size: int) -> bool:
     return moved
 
 
-def _huge(address: int, field: str) -> int:
-    """Bytes in huge pages of the mapping that holds an address, as /proc/self/smaps says."""
+def _resident(address: int, size: int) -> float:
+    """The share of a range that the process has mapped: of a file, what was read and lies around
+    it. All, where /proc/self/pagemap cannot be read."""
+    try:
+        with open("/proc/self/pagemap", "rb") as file:
+            file.seek(address // mmap.PAGESIZE * 8)
+            pages = np.frombuffer(file.read(size // mmap.PAGESIZE * 8), np.uint64)
+    except OSError:
+        return 1.0
+    return float(np.mean(pages >> np.uint64(63))) if len(pages) else 1.0
+
+
+def _mapped(address: int, field: str) -> int:
+    """Bytes of the mapping that holds an address, as a field of /proc/self/smaps says."""
     inside = False
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -13,6 +13,7 @@ from graphc.builder import Request, build_plan
 from graphc.frontends.capture import Captured
 from graphc.ir.graph import Graph
 from graphc.lowering.classify import native_operators
+from graphc.lowering.program import PlannedMemory
 from graphc.plan import Step
 from graphc.report import BisectRecord, BuildReport, PassRecord, StageRecord
 from graphc.toolchain.isa import Isa
@@ -51,20 +52,19 @@ class Options:
     tune: bool = False
 
 
-def memory_planner(
-    steps: Sequence[Step], sizes: Mapping[int, int]
-) -> tuple[dict[int, int], int, int, int]:
+def memory_planner(steps: Sequence[Step], sizes: Mapping[int, int]) -> PlannedMemory:
     """Places arena buffers and has the independent checker judge the result."""
     from passes.memory.check_memory import check_memory
-    from passes.memory.lifetimes import intervals
+    from passes.memory.lifetimes import intervals, lifetimes
     from passes.memory.plan_memory import place
 
-    spans = intervals(steps, sizes)
-    ordered = list(spans.values())
+    spans = lifetimes(steps)
+    placed = intervals(spans, sizes)
+    ordered = list(placed.values())
     placement = place(ordered)
     facts = check_memory(ordered, placement.offsets, placement.arena_bytes)
-    offsets = dict(zip(spans, placement.offsets, strict=True))
-    return offsets, facts.arena_bytes, facts.lower_bound, facts.naive_bytes
+    offsets = dict(zip(placed, placement.offsets, strict=True))
+    return PlannedMemory(spans, offsets, facts.arena_bytes, facts.lower_bound, facts.naive_bytes)
 
 
 def pipeline(disable: Sequence[str] = (), options: Sequence[str] = ()) -> Sequence[Any]:

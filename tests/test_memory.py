@@ -182,8 +182,9 @@ def test_lifetimes_from_steps() -> None:
         Step(fallback=Fallback("aten.cat.default", [[leaf, 4]], {}, [3, -1], [], [], [])),
         native([3, 1], [4]),
     ]
-    assert lifetimes(steps) == {0: (0, 0), 1: (0, 3), 2: (1, 2), 3: (2, 3), 4: (3, 3)}
-    assert intervals(steps, {4: 8, 1: 16, 9: 1}) == {4: Interval(3, 3, 8), 1: Interval(0, 3, 16)}
+    spans = lifetimes(steps)
+    assert spans == {0: (0, 0), 1: (0, 3), 2: (1, 2), 3: (2, 3), 4: (3, 3)}
+    assert intervals(spans, {4: 8, 1: 16, 9: 1}) == {4: Interval(3, 3, 8), 1: Interval(0, 3, 16)}
 
 
 def test_an_arena_larger_than_memory_is_reserved() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -16,9 +16,21 @@ from graphc.lowering.context import View
 from graphc.lowering.steps import FallbackStep, KernelStep, Lowered
 from graphc.plan import Buffer, Expression, Fallback, Kernel, Program, Step
 
-#: places intervals (first, last, nbytes) in an arena: gives offsets and
-#: (arena bytes, lower bound, naive bytes); the memory pass, handed in by the caller
-Planner = Callable[[Sequence[Step], Mapping[int, int]], tuple[dict[int, int], int, int, int]]
+
+class PlannedMemory(NamedTuple):
+    """Where buffers lie: the (first, last) Step that touches each, offsets of those in the arena,
+    the arena's bytes, the least it could have and what it would have without reuse."""
+
+    spans: Mapping[int, tuple[int, int]]
+    offsets: Mapping[int, int]
+    arena_bytes: int
+    lower_bound: int
+    naive_bytes: int
+
+
+#: places buffers, whose bytes by number are given, in an arena; the memory pass, handed in by the
+#: caller
+Planner = Callable[[Sequence[Step], Mapping[int, int]], PlannedMemory]
 
 
 class Expressions:
@@ -159,19 +171,17 @@ def build_program(
             else:
                 sizes[number] = evaluate(info.nbytes, limits)
         kinds.append(kind)
-    offsets, arena, bound, naive = planner(steps, sizes)
+    planned = planner(steps, sizes)
     buffers = [
-        Buffer(kinds[k], info.index, offsets.get(k, 0), table.add(info.nbytes), name=info.name)
+        Buffer(
+            kinds[k], info.index, planned.offsets.get(k, 0), table.add(info.nbytes),
+            *planned.spans.get(k, (0, 0)), info.name,
+        )
         for k, info in enumerate(lowered.buffers)
-    ]
-    spans = _spans(steps)
-    buffers = [
-        Buffer(b.kind, b.index, b.offset, b.nbytes, *spans.get(k, (0, 0)), b.name)
-        for k, b in enumerate(buffers)
-    ]
+    ]  # fmt: skip
     program = Program(
-        phase, bucket, dict(limits), table.table, inputs, outputs, guards, buffers, steps, arena,
-        bound, naive,
+        phase, bucket, dict(limits), table.table, inputs, outputs, guards, buffers, steps,
+        planned.arena_bytes, planned.lower_bound, planned.naive_bytes,
     )  # fmt: skip
     return program, table
 
@@ -182,19 +192,6 @@ def evaluate(dim: Dim, values: Mapping[str, int]) -> int:
         return dim
     known = {s: values[s.name] for s in dim.free_symbols}
     return int(dim.xreplace({s: sympy.Integer(v) for s, v in known.items()}))
-
-
-def _spans(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
-    spans: dict[int, tuple[int, int]] = {}
-    for number, step in enumerate(steps):
-        if step.kernel is not None:
-            used = [*step.kernel.reads, *step.kernel.writes, *(b for b, _ in step.kernel.pointers)]
-        else:
-            assert step.fallback is not None
-            used = [*step.fallback.reads, *(b for b in step.fallback.outputs if b >= 0)]
-        for buffer in used:
-            spans[buffer] = (spans.get(buffer, (number, number))[0], number)
-    return spans
 
 
 def _step(step: KernelStep | FallbackStep, table: Expressions, sources: Mapping[str, str]) -> Step:

@@ -47,10 +47,11 @@ def lifetimes(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
     return spans
 
 
-def intervals(steps: Sequence[Step], nbytes: Mapping[int, int]) -> dict[int, Interval]:
+def intervals(
+    spans: Mapping[int, tuple[int, int]], nbytes: Mapping[int, int]
+) -> dict[int, Interval]:
     """Intervals of the buffers in `nbytes` (size in bytes at the bucket's limits, by buffer
-    number), in the order of `nbytes`; a buffer no Step touches has none."""
-    spans = lifetimes(steps)
+    number), in the order of `nbytes`; a buffer without `lifetimes` has none."""
     return {
         buffer: Interval(*spans[buffer], size) for buffer, size in nbytes.items() if buffer in spans
     }

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from cache.store import Store
-from graphc.errors import CacheMissError, CompileError, PlanMismatchError, UsageError
+from graphc.errors import CacheMissError, CompileError, UsageError
 from graphc.lowering.context import Unit
-from graphc.plan import Machine
 from graphc.toolchain import compiler as compiler_module
 from graphc.toolchain import isa as isa_module
 from graphc.toolchain.compile import UnitResult, compile_units
 from graphc.toolchain.compiler import Compiler, parse_version
 from graphc.toolchain.flags import compile_flags, link_flags
-from graphc.toolchain.isa import AVX2, AVX512, Isa, architecture, check_machine
+from graphc.toolchain.isa import AVX2, AVX512, Isa, architecture
 from graphc.toolchain.link import link
 from graphc.toolchain.sources import included, kernel_fields
 
@@ -164,16 +163,6 @@ def test_isa_can_be_forced_down_only(monkeypatch: pytest.MonkeyPatch) -> None:
         Isa.detect({"GRAPHC_ISA": "avx512"})
     with pytest.raises(UsageError, match="expected an instruction set out of"):
         Isa.detect({"GRAPHC_ISA": "sse9"})
-
-
-def test_a_plan_for_another_machine_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isa_module, "host_features", lambda: frozenset(AVX2) | {"avx512f"})
-    monkeypatch.setattr(isa_module, "architecture", lambda: "x86_64")
-    check_machine(Machine("x86_64", ["avx2", "fma"], "avx2"))
-    with pytest.raises(PlanMismatchError, match="lacks amx_tile, avx512_bf16, which the plan"):
-        check_machine(Machine("x86_64", ["avx512f", "avx512_bf16", "amx_tile"], "avx512"))
-    with pytest.raises(PlanMismatchError, match="for x86_64, found one for aarch64"):
-        check_machine(Machine("aarch64", [], "portable"))
 
 
 @pytest.mark.parametrize("compiler", [GCC, *OTHERS], ids=lambda c: c.kind)

@@ -1,4 +1,4 @@
-"""Which vector instructions this machine has, in three levels, and whether a plan fits it.
+"""Which vector instructions this machine has, in three levels.
 
 Only real instruction-set features count (names as in /proc/cpuinfo), never tuning attributes, so
 a plan is refused exactly when it would meet an illegal instruction.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from graphc.errors import PlanMismatchError, UsageError
+from graphc.errors import UsageError
 from graphc.plan import Machine
 
 LEVELS = ("portable", "avx2", "avx512")
@@ -70,27 +70,6 @@ class Isa:
     def machine(self) -> Machine:
         """What a plan built for this level needs of a machine."""
         return Machine(architecture=self.architecture, features=list(self.features), isa=self.level)
-
-
-def check_machine(machine: Machine) -> None:
-    """Refuses a plan that this machine cannot run.
-
-    Raises:
-        PlanMismatchError: naming the architecture or the missing CPU features.
-    """
-    here = architecture()
-    if machine.architecture != here:
-        raise PlanMismatchError(
-            f"expected a plan for {here}, found one for {machine.architecture}",
-            hint="build the model again on this machine",
-        )
-    missing = sorted(set(machine.features) - host_features())
-    if missing:
-        raise PlanMismatchError(
-            f"this CPU lacks {', '.join(missing)}, which the plan needs (built for {machine.isa})",
-            hint="build again on this machine, or with GRAPHC_ISA="
-            + _best(here, host_features()).level,
-        )
 
 
 def architecture() -> str:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
 import shutil
 import struct
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from cache.entry import Damage, Meta
 from cache.key import Key
 from cache.store import Store
 from graphc.errors import DamagedError, UsageError
+from graphc.files import replacing
 from graphc.store import KERNELS, LINKS, PAYLOADS
 
 #: a precompiled header is large, and some compilers refuse it on another machine
@@ -56,12 +55,8 @@ def export_bundle(store: Store, output: Path) -> Counts:
     """
     entries = total = skipped = 0
     try:
-        handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}-")
-    except OSError as error:
-        raise _unwritable(error, output) from None
-    try:
         with (
-            os.fdopen(handle, "wb") as file,
+            replacing(output, 0o644) as file,
             zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
             contextlib.closing(store.workspace()) as area,
         ):
@@ -77,13 +72,8 @@ def export_bundle(store: Store, output: Path) -> Counts:
                         continue
                     payload.unlink()
                     entries, total = entries + 1, total + meta.bytes
-        Path(name).chmod(0o644)
-        Path(name).replace(output)
-    except BaseException as error:
-        Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _unwritable(error, output) from None
-        raise
+    except OSError as error:
+        raise _unwritable(error, output) from None
     return Counts(entries, total, skipped)
 
 

@@ -8,9 +8,9 @@ stay in the cache folder under the CPU's key, for as long as the kernels' source
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 import graphc.kernels
+from graphc.files import replacing
 from graphc.ir.graph import Graph
 from graphc.ir.types import Dim, as_dim, itemsize
 from graphc.lowering.context import Unit
@@ -400,15 +401,7 @@ def write_table(folder: Path | None, code: str, winners: Mapping[str, Winner]) -
         return
     path = _file(folder)
     table = Table(code, {**read_table(folder, code), **winners})
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-    except OSError:
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with replacing(path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from graphc.errors import DamagedError
+from graphc.files import replacing
 from graphc.runtime.machine import architecture, cpu_features, default_threads
 
 FORMAT = 1
@@ -294,13 +294,7 @@ def save(peaks: Peaks, folder: Path) -> Path:
     """Keeps measured peaks in `folder`, atomically; gives the file. Raises OSError."""
     place = folder / FOLDER
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=place)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(peaks), indent=1) + b"\n")
-        path = place / f"{key_digest(peaks.key)}.json"
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    path = place / f"{key_digest(peaks.key)}.json"
+    with replacing(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(peaks), indent=1) + b"\n")
     return path

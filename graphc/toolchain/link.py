@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphc.errors import CompileError, UsageError
+from graphc.files import replacing
 from graphc.store import LINKS, Fields, KernelStore, NoSpaceError, Stored
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.flags import link_flags
@@ -71,21 +72,12 @@ def _first_lines(output: str) -> str:
 def _place(source: Path, output: Path) -> None:
     """Copies (a plan must not share bytes with the cache) and renames into place."""
     try:
-        handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}-")
-    except OSError as error:
-        raise _unwritable(error, output) from None
-    try:
-        with os.fdopen(handle, "wb") as target, source.open("rb") as reader:
+        with replacing(output, 0o644) as target, source.open("rb") as reader:
             shutil.copyfileobj(reader, target, 1 << 20)
             target.flush()
             os.fsync(target.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(output)
-    except BaseException as error:
-        Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _unwritable(error, output) from None
-        raise
+    except OSError as error:
+        raise _unwritable(error, output) from None
 
 
 def _unwritable(error: OSError, output: Path) -> UsageError:

@@ -6,8 +6,6 @@
 
 namespace gc {
 
-typedef uint8_t vb8 __attribute__((vector_size(8)));
-
 enum Shown { NOTHING, SOMETHING, EVERYTHING };
 
 // Scratch of masks: rows [32][KEYS], and turned [KEYS][32].
@@ -41,7 +39,7 @@ inline void mask_row<bool>(const bool* m, int64_t step, int64_t keys, float, flo
   int64_t j = 0;
   if (step == 1) {
     for (; j + 8 <= keys; j += 8) {  // 0 or all ones above the mantissa: 0.0f or -inf
-      const vu8 kept = __builtin_convertvector(load<vb8>(m + j), vu8);
+      const vu8 kept = widen8(load<vb8>(m + j));
       store(row + j, (kept - 1u) & 0xff800000u);
     }
   }

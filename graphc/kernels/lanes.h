@@ -5,11 +5,7 @@
 namespace gc {
 
 GC_INLINE vf load_lanes(const float* p) { return load<vf>(p); }
-GC_INLINE vf load_lanes(const bf16* p) {
-  typedef uint16_t vh __attribute__((vector_size(GC_VBYTES / 2)));
-  typedef uint32_t vu __attribute__((vector_size(GC_VBYTES)));
-  return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16);
-}
+GC_INLINE vf load_lanes(const bf16* p) { return from_bf16(load<vh>(p)); }
 GC_INLINE vf load_lanes(const f16* p) {
   vf v;
   for (int i = 0; i < VL; i++) v[i] = (float)p[i];
@@ -30,11 +26,7 @@ template <class T> GC_INLINE void store_lanes(T* p, const vf& v) {
 }
 // The same of lanes whose values the storage type holds exactly.
 template <class T> GC_INLINE void store_exact(T* p, const vf& v) { store_lanes(p, v); }
-GC_INLINE void store_exact(bf16* p, const vf& v) {
-  typedef uint16_t vh __attribute__((vector_size(GC_VBYTES / 2)));
-  typedef uint32_t vu __attribute__((vector_size(GC_VBYTES)));
-  store(p, __builtin_convertvector((vu)v >> 16, vh));
-}
+GC_INLINE void store_exact(bf16* p, const vf& v) { store(p, narrow((vu)v >> 16)); }
 template <class T> static void store_some(T* p, const vf& v, int64_t n) {
   float lanes[VL];
   store(lanes, v);

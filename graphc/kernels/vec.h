@@ -14,8 +14,6 @@
 
 namespace gc {
 
-typedef uint32_t vu __attribute__((vector_size(GC_VBYTES)));
-typedef uint16_t vh __attribute__((vector_size(GC_VBYTES / 2)));
 typedef uint8_t vb __attribute__((vector_size(GC_VBYTES / 4)));
 typedef int16_t vhs __attribute__((vector_size(GC_VBYTES / 2)));
 typedef int8_t vbs __attribute__((vector_size(GC_VBYTES / 4)));
@@ -126,10 +124,9 @@ GC_INLINE vh to_bf16(vf x) {
   vu b = (vu)x;
   vu r = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
   r = (x != x) ? ((b >> 16) | 0x40u) : r;
-  return __builtin_convertvector(r, vh);
+  return narrow(r);
 #endif
 }
-GC_INLINE vf from_bf16(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 
 #if defined(__AVX512F__)
 GC_INLINE vh to_f16(vf x) { return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
@@ -160,40 +157,48 @@ template <class T> GC_INLINE vf rounded(vf x) {
   return x;
 }
 
+// -- short integers -----------------------------------------------------------------------------
+
+// As 32-bit lanes, and back to their lowest bits; see from_bf16 of isa.h.
+#if defined(__AVX512BW__)
+GC_INLINE vi widen(vb b) { return (vi)_mm512_cvtepu8_epi32((__m128i)b); }
+GC_INLINE vi widen(vbs b) { return (vi)_mm512_cvtepi8_epi32((__m128i)b); }
+GC_INLINE vi widen(vhs h) { return (vi)_mm512_cvtepi16_epi32((__m256i)h); }
+template <class S> GC_INLINE S narrow_to(vi v) {
+  if constexpr (sizeof(S) == sizeof(vb)) return (S)_mm512_cvtepi32_epi8((__m512i)v);
+  else return (S)_mm512_cvtepi32_epi16((__m512i)v);
+}
+#else
+#if defined(__AVX2__) && GC_VBYTES == 32
+GC_INLINE vi widen(vb b) { return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)b)); }
+GC_INLINE vi widen(vbs b) { return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)b)); }
+GC_INLINE vi widen(vhs h) { return (vi)_mm256_cvtepi16_epi32((__m128i)h); }
+#else
+template <class S> GC_INLINE vi widen(S s) { return __builtin_convertvector(s, vi); }
+#endif
+template <class S> GC_INLINE S narrow_to(vi v) { return __builtin_convertvector(v, S); }
+#endif
+
 // -- memory -------------------------------------------------------------------------------------
 
 // Elements as floats (integers exactly up to 2^24), bools as masks.
 GC_INLINE vf vload(const float* p, All) { return load<vf>(p); }
 GC_INLINE vf vload(const bf16* p, All) { return from_bf16(load<vh>(p)); }
 GC_INLINE vf vload(const f16* p, All) { return from_f16(load<vh>(p)); }
-GC_INLINE vf vload(const uint8_t* p, All) {
-  return to_f32(__builtin_convertvector(load<vb>(p), vi));
-}
-GC_INLINE vf vload(const int8_t* p, All) {
-  return to_f32(__builtin_convertvector(load<vbs>(p), vi));
-}
-GC_INLINE vf vload(const int16_t* p, All) {
-  return to_f32(__builtin_convertvector(load<vhs>(p), vi));
-}
+GC_INLINE vf vload(const uint8_t* p, All) { return to_f32(widen(load<vb>(p))); }
+GC_INLINE vf vload(const int8_t* p, All) { return to_f32(widen(load<vbs>(p))); }
+GC_INLINE vf vload(const int16_t* p, All) { return to_f32(widen(load<vhs>(p))); }
 GC_INLINE vf vload(const int32_t* p, All) { return to_f32(load<vi>(p)); }
-GC_INLINE vi vtest(const uint8_t* p, All) {
-  return __builtin_convertvector(load<vb>(p), vi) != 0;
-}
+GC_INLINE vi vtest(const uint8_t* p, All) { return widen(load<vb>(p)) != 0; }
 GC_INLINE void vstore(float* p, vf v, All) { store(p, v); }
 GC_INLINE void vstore(bf16* p, vf v, All) { store(p, to_bf16(v)); }
 GC_INLINE void vstore(f16* p, vf v, All) { store(p, to_f16(v)); }
-GC_INLINE void vstore(uint8_t* p, vi m, All) { store(p, __builtin_convertvector(m & 1, vb)); }
+GC_INLINE void vstore(uint8_t* p, vi m, All) { store(p, narrow_to<vb>(m & 1)); }
 // Floats to integers, out of range as the CPU's conversion to 32 bits gives them.
 GC_INLINE vi vtrunc_i32(vf v) { return __builtin_convertvector(v, vi); }
-GC_INLINE void vstore_int(uint8_t* p, vf v, All) {
-  store(p, __builtin_convertvector(vtrunc_i32(v), vb));
-}
-GC_INLINE void vstore_int(int8_t* p, vf v, All) {
-  store(p, __builtin_convertvector(vtrunc_i32(v), vbs));
-}
-GC_INLINE void vstore_int(int16_t* p, vf v, All) {
-  store(p, __builtin_convertvector(vtrunc_i32(v), vhs));
-}
+GC_INLINE void vstore_int(uint8_t* p, vf v, All) { store(p, narrow_to<vb>(vtrunc_i32(v))); }
+GC_INLINE void vstore_int(int8_t* p, vf v, All) { store(p, narrow_to<vbs>(vtrunc_i32(v))); }
+GC_INLINE void vstore_int(int16_t* p, vf v, All) { store(p, narrow_to<vhs>(vtrunc_i32(v))); }
 GC_INLINE void vstore_int(int32_t* p, vf v, All) { store(p, vtrunc_i32(v)); }
 
 // The first lanes: what lies behind them in memory is neither read nor written.

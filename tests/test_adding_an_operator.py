@@ -164,7 +164,7 @@ def test_a_fused_operator_and_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         agree(ours, function(x), 1e-5, 1e-5)
         assert not fallbacks
     finally:
-        for table in (pointwise.ROWS, pointwise._OPERANDS):
+        for table in (pointwise.ROWS, pointwise.OPERANDS):
             table.pop("graphc.soft_cap.default", None)
 
 

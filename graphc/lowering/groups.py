@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from graphc.ir.graph import Graph, Node, Value
 from graphc.ir.types import Dim, same
 from graphc.lowering.classify import kind, reduced_dims
+from graphc.lowering.group_axes import Axes, axes_in_order, axes_through_view
 
-Axes = tuple[int | None, ...]
 _MEMBERS = 96  # nodes in one kernel: beyond, compile time grows faster than the gain
 _LOADS = 28
 
@@ -196,7 +196,7 @@ class _Grouper:
             return
         group.anchor = node
         group.domain = [d for d in result.type.shape if d != 1]
-        group.axes[result] = _in_order(result.type.shape)
+        group.axes[result] = axes_in_order(result.type.shape)
 
     def _alias(self, node: Node) -> None:
         """A view of a value in registers stays in registers if it only moves axes around."""
@@ -208,14 +208,14 @@ class _Grouper:
         axes = group.axes.get(source)
         if axes is None:
             return
-        new = _alias_axes(node, source, axes)
+        new = axes_through_view(node, source, axes)
         if new is not None:
             group.axes[node.outputs[0]] = new
 
     def _create(self, node: Node) -> None:
         value = node.outputs[0]
         group = self._new([d for d in value.type.shape if d != 1], node)
-        group.axes[value] = _in_order(value.type.shape)
+        group.axes[value] = axes_in_order(value.type.shape)
 
     def _pointwise(self, node: Node) -> None:
         result = node.outputs[0]
@@ -233,7 +233,7 @@ class _Grouper:
                 self._merge(node, joined, group)
         if joined is None:
             group = self._new([d for d in result.type.shape if d != 1], node)
-            group.axes[result] = _in_order(result.type.shape)
+            group.axes[result] = axes_in_order(result.type.shape)
             # an operand's group of the same points may join the new one
             for other in candidates:
                 self._merge(node, group, other)
@@ -411,7 +411,7 @@ class _Grouper:
                         self._reduced_axes(group, node, axes, dims)
                         return
         domain = [d for d in shape if d != 1]
-        axes = _in_order(shape)
+        axes = axes_in_order(shape)
         group = self._new(domain, node)
         group.reduced = frozenset(a for a in (axes[d] for d in dims) if a is not None)
         self._reduced_axes(group, node, axes, dims)
@@ -422,47 +422,3 @@ class _Grouper:
                 group.axes[value] = tuple(None if d in dims else a for d, a in enumerate(axes))
             else:
                 group.axes[value] = tuple(a for d, a in enumerate(axes) if d not in dims)
-
-
-def _in_order(shape: Sequence[Dim]) -> Axes:
-    axes: list[int | None] = []
-    count = 0
-    for size in shape:
-        if size == 1:
-            axes.append(None)
-        else:
-            axes.append(count)
-            count += 1
-    return tuple(axes)
-
-
-def _alias_axes(node: Node, source: Value, axes: Axes) -> Axes | None:
-    shape, new = source.type.shape, node.outputs[0].type.shape
-    name = node.target.split(".")[1]
-    if name in ("permute", "transpose", "t"):
-        rank = len(shape)
-        if name == "permute":
-            order = [int(d) % rank for d in node.args[1]]
-        else:
-            order = list(range(rank))
-            if name == "t" and rank < 2:
-                return axes
-            a, b = (0, 1) if name == "t" else (int(node.args[1]) % rank, int(node.args[2]) % rank)
-            order[a], order[b] = order[b], order[a]
-        return tuple(axes[d] for d in order)
-    if name == "expand":
-        shift = len(new) - len(shape)
-        return tuple(
-            None if dim < shift or shape[dim - shift] == 1 else axes[dim - shift]
-            for dim in range(len(new))
-        )
-    if name in ("alias", "detach", "lift_fresh_copy"):
-        return axes
-    if name in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten"):
-        old = [(size, axis) for size, axis in zip(shape, axes, strict=True) if size != 1]
-        big = [size for size in new if size != 1]
-        if len(old) != len(big) or not all(same(a, b) for (a, _), b in zip(old, big, strict=True)):
-            return None
-        rest = iter(axis for _, axis in old)
-        return tuple(None if size == 1 else next(rest) for size in new)
-    return None

@@ -12,7 +12,8 @@ from graphc.ir.graph import Node, Value
 from graphc.ir.types import Dim, as_dim, product
 from graphc.lowering import pointwise
 from graphc.lowering.classify import REDUCTIONS, reduced_dims
-from graphc.lowering.groups import Axes, Group, Grouping
+from graphc.lowering.group_axes import Axes
+from graphc.lowering.groups import Group, Grouping
 from graphc.lowering.loops import (
     Accumulator,
     Compute,
@@ -25,6 +26,7 @@ from graphc.lowering.loops import (
     Size,
     Store,
 )
+from graphc.lowering.pointwise_operands import operand_dtypes, operands
 
 if TYPE_CHECKING:
     from graphc.lowering.lower import Lowering
@@ -108,8 +110,8 @@ class _LoopBuilder:
     def _pointwise(self, node: Node) -> Scalar:
         result = node.outputs[0]
         axes = self.group.axes[result]
-        items = pointwise.operands(node)
-        dtypes = pointwise.operand_dtypes(node, items)
+        items = operands(node)
+        dtypes = operand_dtypes(node, items)
         scalars = tuple(
             self._operand(item, node, axes, dtype)
             for item, dtype in zip(items, dtypes, strict=True)

@@ -8,7 +8,7 @@ in their own type, so they wrap as torch's do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from graphc.ir.graph import Node, Value
-from graphc.ir.types import TensorType, dtype_name, torch_dtype
+from graphc.ir.types import TensorType, torch_dtype
 from graphc.lowering.context import Refuse
 
 #: C++ type that holds one element in memory
@@ -370,7 +370,7 @@ _row("copy.default", lambda n, a, b: b)
 _row("fill.Scalar fill.Tensor", lambda n, a, b: b)
 
 #: arguments that are operands, by position, where not simply every leading tensor or number
-_OPERANDS = {
+OPERANDS = {
     "aten.clamp.default": 1, "aten.clamp_min.default": 1, "aten.clamp_max.default": 1,
     "aten.elu.default": 1, "aten.softplus.default": 1, "aten.gelu.default": 1,
     "aten.leaky_relu.default": 1, "aten.threshold.default": 1, "aten.hardtanh.default": 1,
@@ -381,59 +381,6 @@ _OPERANDS = {
     "aten.add.Tensor": 2, "aten.add.Scalar": 2, "aten.sub.Tensor": 2, "aten.sub.Scalar": 2,
     "aten.rsub.Tensor": 2, "aten.rsub.Scalar": 2, "aten.clamp.Tensor": 3,
 }  # fmt: skip
-
-
-def operands(node: Node) -> tuple[Any, ...]:
-    """The arguments of an elementwise node that become scalars of its expression."""
-    count = _OPERANDS.get(node.target, len(node.args))
-    given: list[Any] = list(node.args[:count])
-    names = [a.name for a in node.op._schema.arguments]
-    for position in range(len(given), min(count, len(names))):
-        if names[position] in node.kwargs:
-            given.append(node.kwargs[names[position]])
-    return tuple(item for item in given if item is not None)
-
-
-def common_dtype(items: Sequence[Any]) -> str:
-    """The promoted dtype of tensors and Python scalars (0-d tensors count less, as in torch)."""
-    probe: list[Any] = []
-    for item in items:
-        if isinstance(item, Value):
-            rank = min(len(item.type.shape), 1)
-            probe.append(
-                torch.empty((1,) * rank, dtype=torch_dtype(item.type.dtype), device="meta")
-            )
-        elif isinstance(item, sympy.Expr):
-            probe.append(1)
-        else:
-            probe.append(item)
-    if len(probe) == 1:
-        return dtype_name(probe[0].dtype)
-    tensors = [p for p in probe if isinstance(p, torch.Tensor)]
-    scalars = [p for p in probe if not isinstance(p, torch.Tensor)]
-    result: Any = tensors[0]
-    for other in (*tensors[1:], *scalars):
-        rank = max(result.dim(), other.dim() if isinstance(other, torch.Tensor) else 0)
-        dtype = torch.result_type(result, other)
-        result = torch.empty((1,) * rank, dtype=dtype, device="meta")
-    return dtype_name(result.dtype)
-
-
-def operand_dtypes(node: Node, items: Sequence[Any]) -> list[str]:
-    """The dtype each operand is converted to before the expression."""
-    row = ROWS[node.target]
-    result = _result(node)
-    if row.operands == "result":
-        return [result] * len(items)
-    if row.operands == "bool":
-        return ["bool"] * len(items)
-    if row.operands == "select":
-        return ["bool", *[result] * (len(items) - 1)]
-    if row.operands == "mask":
-        return [result, "bool", *[result] * (len(items) - 2)]
-    if row.operands == "own":
-        return [common_dtype(items)] * len(items)
-    return [common_dtype(items)] * len(items)
 
 
 def supports(node: Node) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphc.ir.integers import Range, integer_range
 from graphc.ir.types import product as product_of
 from graphc.lowering.context import Dim, LoweringContext, Unit, View, ceildiv
 from graphc.lowering.templates.operand import (
@@ -24,47 +25,6 @@ from graphc.lowering.templates.pack import pair_panels
 
 #: storage type codes of gemm_i16.h
 TYPES = {"int8": 0, "uint8": 1, "int16": 2, "int32": 3, "int64": 4}
-Range = tuple[int, int]
-_TYPE_RANGES: dict[str, Range] = {
-    "bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1),
-}  # fmt: skip
-_CASTS = {"aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default"}
-_VIEWS = {
-    "aten.view.default", "aten.reshape.default", "aten.permute.default", "aten.transpose.int",
-    "aten.t.default", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
-    "aten.squeeze.default", "aten.expand.default", "aten.slice.Tensor", "aten.select.int",
-    "aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.detach.default",
-}  # fmt: skip
-
-
-def value_range(ctx: LoweringContext, value: Any, depth: int = 12) -> Range | None:
-    """Bounds of an integer value, as far as its dtype, casts, views and zero points show."""
-    if isinstance(value, int):
-        return (value, value)
-    kind = getattr(getattr(value, "type", None), "dtype", None)
-    if kind in _TYPE_RANGES:
-        return _TYPE_RANGES[kind]
-    if kind is None or kind not in TYPES or depth == 0:
-        return None
-    constant = ctx.weight(value)
-    if constant is not None:
-        return (int(constant.min()), int(constant.max())) if constant.numel() else (0, 0)
-    producer = getattr(value, "producer", None)
-    if producer is None:
-        return None
-    target = producer.target
-    if target in _VIEWS or target in _CASTS:
-        source = producer.args[0]
-        if source.type.dtype in TYPES or source.type.dtype in _TYPE_RANGES:
-            return value_range(ctx, source, depth - 1)
-        return None
-    if target in ("aten.sub.Tensor", "aten.add.Tensor") and producer.argument("alpha") == 1:
-        left, right = (value_range(ctx, v, depth - 1) for v in producer.args[:2])
-        if left is not None and right is not None:
-            if target == "aten.add.Tensor":
-                return (left[0] + right[0], left[1] + right[1])
-            return (left[0] - right[1], left[1] - right[0])
-    return None
 
 
 def fits_16_bits(bounds: Range | None) -> bool:
@@ -82,7 +42,7 @@ def is_narrow(ctx: LoweringContext, product: Product, result: str) -> bool:
         return False
     if len(product.size) > BATCH_DIMS:
         return False
-    left, right = (value_range(ctx, value) for value in product.operands)
+    left, right = (integer_range(value, ctx.weight) for value in product.operands)
     if left is None or right is None or not fits_16_bits(left) or not fits_16_bits(right):
         return False
     if result == "int32":

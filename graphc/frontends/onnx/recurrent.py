@@ -17,6 +17,16 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 # order of torch's gates in the ONNX weight: LSTM iofc -> ifco, GRU zrh -> rzh
 ORDER = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
 
+_DEFAULTS: dict[str, Any] = {
+    "activation_alpha": None, "activation_beta": None, "activations": None, "clip": 0.0,
+    "direction": "forward", "input_forget": 0, "layout": 0, "linear_before_reset": 0,
+}  # fmt: skip
+#: of all three
+_ATTRIBUTES = (
+    "activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size",
+    "layout", "output_sequence",
+)  # fmt: skip
+
 
 def torch_weights(kind: str, w: Tensor, r: Tensor, b: Tensor | None) -> dict[str, Tensor]:
     """ONNX weights of every direction in torch's gate order: "ih0", "hh0", "bih0", "bhh0", ..."""
@@ -126,6 +136,7 @@ def _run(
     peepholes: Tensor | None,
     attributes: dict[str, Any],
 ) -> tuple[Tensor, ...]:
+    attributes = _DEFAULTS | attributes
     kind, layout = node.op_type, attributes["layout"]
     direction = attributes["direction"]
     if direction not in ("forward", "reverse", "bidirectional"):
@@ -163,7 +174,7 @@ def _needed_lengths(lengths: Any, x: Tensor) -> Any:
     return lengths
 
 
-@operator("LSTM")
+@operator("LSTM", attributes=(*_ATTRIBUTES, "input_forget"))
 def lstm(
     node: OnnxNode,
     x: Tensor,
@@ -174,40 +185,14 @@ def lstm(
     h: Tensor | None = None,
     c: Tensor | None = None,
     peepholes: Tensor | None = None,
-    *,
-    activation_alpha: list[float] | None = None,
-    activation_beta: list[float] | None = None,
-    activations: list[str] | None = None,
-    clip: float = 0.0,
-    direction: str = "forward",
-    hidden_size: int = 0,
-    input_forget: int = 0,
-    layout: int = 0,
-    output_sequence: int = 1,
+    **attributes: Any,
 ) -> tuple[Tensor, ...]:
-    return _run(
-        node,
-        x,
-        w,
-        r,
-        b,
-        lengths,
-        [h, c],
-        peepholes,
-        {
-            "alpha": activation_alpha,
-            "beta": activation_beta,
-            "activations": activations,
-            "clip": clip,
-            "direction": direction,
-            "input_forget": input_forget,
-            "layout": layout,
-        },
-    )
+    return _run(node, x, w, r, b, lengths, [h, c], peepholes, attributes)
 
 
-@operator("GRU")
-def gru(
+@operator("GRU", attributes=(*_ATTRIBUTES, "linear_before_reset"))
+@operator("RNN", attributes=_ATTRIBUTES)
+def recurrent(
     node: OnnxNode,
     x: Tensor,
     w: Tensor | None,
@@ -215,72 +200,6 @@ def gru(
     b: Tensor | None = None,
     lengths: Raw = None,
     h: Tensor | None = None,
-    *,
-    activation_alpha: list[float] | None = None,
-    activation_beta: list[float] | None = None,
-    activations: list[str] | None = None,
-    clip: float = 0.0,
-    direction: str = "forward",
-    hidden_size: int = 0,
-    layout: int = 0,
-    linear_before_reset: int = 0,
-    output_sequence: int = 1,
+    **attributes: Any,
 ) -> tuple[Tensor, ...]:
-    return _run(
-        node,
-        x,
-        w,
-        r,
-        b,
-        lengths,
-        [h],
-        None,
-        {
-            "alpha": activation_alpha,
-            "beta": activation_beta,
-            "activations": activations,
-            "clip": clip,
-            "direction": direction,
-            "layout": layout,
-            "linear_before_reset": linear_before_reset,
-        },
-    )
-
-
-@operator("RNN")
-def rnn(
-    node: OnnxNode,
-    x: Tensor,
-    w: Tensor | None,
-    r: Tensor | None,
-    b: Tensor | None = None,
-    lengths: Raw = None,
-    h: Tensor | None = None,
-    *,
-    activation_alpha: list[float] | None = None,
-    activation_beta: list[float] | None = None,
-    activations: list[str] | None = None,
-    clip: float = 0.0,
-    direction: str = "forward",
-    hidden_size: int = 0,
-    layout: int = 0,
-    output_sequence: int = 1,
-) -> tuple[Tensor, ...]:
-    return _run(
-        node,
-        x,
-        w,
-        r,
-        b,
-        lengths,
-        [h],
-        None,
-        {
-            "alpha": activation_alpha,
-            "beta": activation_beta,
-            "activations": activations,
-            "clip": clip,
-            "direction": direction,
-            "layout": layout,
-        },
-    )
+    return _run(node, x, w, r, b, lengths, [h], None, attributes)

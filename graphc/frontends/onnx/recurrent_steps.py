@@ -79,7 +79,10 @@ def unrolled(
         )
     direction = attributes["direction"]
     names = attributes["activations"] or DEFAULT_ACTIVATIONS[node.op_type] * w.shape[0]
-    alphas, betas = iter(attributes["alpha"] or ()), iter(attributes["beta"] or ())
+    alphas, betas = (
+        iter(attributes["activation_alpha"] or ()),
+        iter(attributes["activation_beta"] or ()),
+    )
     functions = [_activation(node, name, alphas, betas) for name in names]
     each = len(functions) // w.shape[0]
     limits = None if lengths is None else node.tensor(lengths).to(torch.int64)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -57,8 +57,11 @@ def _kind(annotation: Any) -> str:
     return "tensor"
 
 
-def operator(*names: str, since: int = 1, domain: str = "") -> Callable[[H], H]:
-    """Registers a handler for the named operators from opset version `since` on."""
+def operator(
+    *names: str, since: int = 1, domain: str = "", attributes: Sequence[str] = ()
+) -> Callable[[H], H]:
+    """Registers a handler for the named operators from opset version `since` on. Its keyword-only
+    parameters are the attributes it takes; `attributes` names those it takes as `**`."""
 
     def register(handler: H) -> H:
         hints = typing.get_type_hints(handler, include_extras=True)
@@ -72,12 +75,11 @@ def operator(*names: str, since: int = 1, domain: str = "") -> Callable[[H], H]:
                 required += parameter.default is inspect.Parameter.empty
             elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 variadic = _kind(hints[parameter.name])
-        attributes = frozenset(
-            p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY
-        )
+        keywords = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        taken = frozenset({*keywords, *attributes})
         for name in names:
             entry = Operator(
-                name, domain, since, handler, tuple(inputs), variadic, attributes, required, scoped
+                name, domain, since, handler, tuple(inputs), variadic, taken, required, scoped
             )
             versions = _OPERATORS.setdefault((domain, name), [])
             versions.append(entry)

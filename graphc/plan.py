@@ -18,7 +18,7 @@ program over int64, whose items are an int (constant), "s<k>" (value of symbol k
 (`OPERATORS`). Constants are expressions too.
 """
 
-from __future__ import annotations
+# without `from __future__ import annotations`: msgspec would evaluate each text at every load, 1 ms
 
 import msgspec
 

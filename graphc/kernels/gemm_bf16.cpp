@@ -10,17 +10,31 @@ constexpr int64_t pairs(int64_t k) { return (k + 1) / 2; }
 
 #if defined(__AVX512BF16__)
 
+constexpr int64_t TWIN_ROWS = 5;
+typedef void (*twin_kernel)(const uint32_t*, const uint32_t*, int64_t, int64_t, float*, int64_t, bool);
+const twin_kernel TWINS[TWIN_ROWS + 1] = {nullptr,
+                                               micro_pair_panels<1, 2>,
+                                               nullptr,
+                                               micro_pair_panels<3, 2>,
+                                               micro_pair_panels<4, 2>,
+                                               micro_pair_panels<5, 2>};
+
 struct Brain {
   typedef bf16 element;
   typedef uint32_t packed;  // two neighbours in K
   static constexpr bool direct = false;
+  // two rows do better with one stream
+  static constexpr bool twins(int64_t rows, int64_t) { return rows <= TWIN_ROWS && rows != 2; }
   static constexpr int64_t chunk = 2048;
   static constexpr int64_t expand_bytes = 0;
   static int64_t packed_length(int64_t k) { return pairs(k); }
   static void pack(const bf16* src, int64_t row, int64_t step, int64_t mr, int64_t k,
                    uint32_t* dst) {
     int64_t i = 0;
-    if (step == 1 && mr >= 4) {
+    if (step == 1 && mr == 1) {
+      i = k & -2;
+      memcpy((void*)dst, src, (size_t)i * 2);
+    } else if (step == 1 && mr >= 4) {
       // Pairs are 32-bit items: the fp32 transposition moves them, two rows of bytes at a time.
       const int64_t group = mr >= 8 ? 8 : 4;
       for (; i + 16 <= k; i += 16) {
@@ -69,6 +83,10 @@ struct Brain {
                     int64_t ldc, bool add) {
     PAIRS[mr](a, (const uint32_t*)b, pairs(k), c, ldc, add);
   }
+  static void twin(int64_t mr, const uint32_t* a, const void* b, int64_t next, int64_t, int64_t k,
+                   float* c, int64_t ldc, bool add) {
+    TWINS[mr](a, (const uint32_t*)b, next / 4, pairs(k), c, ldc, add);
+  }
 };
 
 #else
@@ -77,6 +95,7 @@ struct Brain {
   typedef bf16 element;
   typedef float packed;
   static constexpr bool direct = false;
+  static constexpr bool twins(int64_t, int64_t) { return false; }
   static constexpr int64_t chunk = GEMM_KC;
   static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;
   static int64_t packed_length(int64_t k) { return k; }

@@ -60,6 +60,8 @@ struct RowSplit {
 //   pack(src, row, step, mr, k, dst)           packs mr rows of a
 //   panel(g, offset, p, kc, kl, expand, &ldb)  rows kc..kc+kl of panel p of b
 //   micro(mr, a, b, ldb, k, c, ldc, add)       c[mr][32] (+)= a x b
+//   twins(rows, k)    whether two panels are taken in turn
+//   twin(mr, a, b, next, ldb, k, c, ldc, add)  c[mr][64] (+)= a x b, a x the panel `next` bytes on
 template <class Format>
 static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue, int64_t begin,
                      int64_t end) {
@@ -92,17 +94,26 @@ static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue
         Format::pack(a + r * g->a_m, g->a_m, g->a_k, mr, k, rows + r * row_length);
       }
     }
+    const bool twin = Format::twins(mb, k);  // one tile of rows then
     // Groups of panels share one call of the epilogue, as many as the tile holds.
     const int64_t most = GEMM_TILE / (mb * GC_NR);
     const int64_t group = most < 1 ? 1 : min64(most, GEMM_MAX_GROUP);
     while (panel < stop) {
       const int64_t count = min64(group, stop - panel), ld = count * GC_NR;
-      for (int64_t p = 0; p < count; p++) {
+      for (int64_t p = 0, now = 1; p < count; p += now) {
+        now = twin && p + 1 < count && (g->ldb == 0 || g->n >= (panel + p + 2) * GC_NR) ? 2 : 1;
         for (int64_t kc = 0;;) {
           const int64_t kl = min64(chunk, k - kc);
           int64_t ldb;
           const void* b = Format::panel(g, b_offset, panel + p, kc, kl, expand, &ldb);
-          for (int64_t t = t0; t < t1; t++) {
+          if constexpr (Format::twins(1, 1)) {
+            if (now == 2) {
+              const void* next = Format::panel(g, b_offset, panel + p + 1, kc, kl, expand, &ldb);
+              Format::twin(mb, packed + mb * Format::packed_length(kc), b,
+                           (const char*)next - (const char*)b, ldb, kl, tile + p * GC_NR, ld, kc > 0);
+            }
+          }
+          for (int64_t t = now == 2 ? t1 : t0; t < t1; t++) {
             const int64_t r = split.row(t) - m0, mr = split.row(t + 1) - m0 - r;
             Format::micro(mr, packed + r * row_length + mr * Format::packed_length(kc), b, ldb, kl,
                           tile + r * ld + p * GC_NR, ld, kc > 0);

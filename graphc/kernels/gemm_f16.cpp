@@ -26,6 +26,7 @@ struct Half {
   typedef f16 element;
   typedef float packed;
   static constexpr bool direct = false;
+  static constexpr bool twins(int64_t, int64_t) { return false; }
   static constexpr int64_t chunk = GEMM_KC;
   static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;
   static int64_t packed_length(int64_t k) { return k; }

@@ -4,10 +4,27 @@
 namespace {
 using namespace gc;
 
+constexpr int64_t TWIN_ROWS = 5, NEAR_BYTES = 16 << 10;
+#if GC_VBYTES == 64
+typedef void (*twin_kernel)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, float*,
+                            int64_t, bool);
+const twin_kernel TWINS[TWIN_ROWS + 1] = {nullptr,
+                                          micro_panels<1, 2>,
+                                          nullptr,
+                                          micro_panels<3, 2>,
+                                          micro_panels<4, 2>,
+                                          micro_panels<5, 2>};
+#endif
+
 struct Float {
   typedef float element;
   typedef float packed;
   static constexpr bool direct = true;
+  // several rows only where those do not stay in the first level beside a panel
+  static constexpr bool twins(int64_t rows, int64_t k) {
+    return GC_VBYTES == 64 &&
+        (rows == 1 || (rows > 2 && rows <= TWIN_ROWS && rows * k * 4 > NEAR_BYTES));
+  }
   static constexpr int64_t chunk = GEMM_KC;
   static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;  // a last panel cut off by N
   static int64_t packed_length(int64_t k) { return k; }
@@ -34,6 +51,12 @@ struct Float {
                     int64_t ldc, bool add) {
     MICRO[mr](a, mr, (const float*)b, ldb, k, c, ldc, add);
   }
+#if GC_VBYTES == 64
+  static void twin(int64_t mr, const float* a, const void* b, int64_t next, int64_t ldb, int64_t k,
+                   float* c, int64_t ldc, bool add) {
+    TWINS[mr](a, mr, (const float*)b, ldb, next / 4, k, c, ldc, add);
+  }
+#endif
 };
 
 }  // namespace

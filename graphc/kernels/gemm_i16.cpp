@@ -14,6 +14,7 @@ struct Integer {
   typedef T element;
   typedef uint32_t packed;  // two neighbours in K
   static constexpr bool direct = false;
+  static constexpr bool twins(int64_t, int64_t) { return false; }
   static constexpr int64_t chunk = 1024;
   static constexpr int64_t expand_bytes = 0;
   static int64_t packed_length(int64_t k) { return pairs(k); }

@@ -85,6 +85,7 @@ struct Bytes {
   typedef uint8_t element;
   typedef uint32_t packed;  // four neighbours in K
   static constexpr bool direct = false;
+  static constexpr bool twins(int64_t, int64_t) { return false; }
   static constexpr int64_t chunk = 4096;
   static constexpr int64_t expand_bytes = 0;
   static constexpr uint32_t flip = SIGNED ? 0x80808080u : 0;  // int8 + 128 as uint8
@@ -130,6 +131,7 @@ struct Bytes {
   typedef uint8_t element;
   typedef uint32_t packed;  // two neighbours in K as int16
   static constexpr bool direct = false;
+  static constexpr bool twins(int64_t, int64_t) { return false; }
   static constexpr int64_t chunk = GEMM_KC * 2;
   static constexpr int64_t expand_bytes = chunk * GC_NR * 2;
   static int64_t packed_length(int64_t k) { return 2 * quads(k); }

@@ -7,63 +7,72 @@
 
 namespace gc {
 
-// Pairs halve the time per line: what GEMM_AHEAD brought near is also asked into the first level.
-constexpr int64_t GEMM_NEAR = 12;
-
-// c[MR][32] (+)= a [k/2][MR] pairs x b [k/2][32] pairs.
-template <int MR>
-static void micro_pairs(const uint32_t* a, const uint32_t* b, int64_t k, float* c, int64_t ldc,
-                        bool add) {
-  constexpr int U = MR == 1 ? 8 : MR == 2 ? 4 : MR <= 7 ? 2 : 1;
-  __m512 acc[U][MR][2] = {};
+// c[MR][32] (+)= a [k/2][MR] pairs x b [k/2][32] pairs, or the same for P panels `next` pairs apart.
+template <int MR, int P>
+static void micro_pair_panels(const uint32_t* a, const uint32_t* b, int64_t next, int64_t k, float* c,
+                              int64_t ldc, bool add) {
+  constexpr int U = MR == 1 ? 2 : MR == 2 ? 4 : 1;
+  __m512 acc[U][P][MR][2] = {};
+  auto scout = Scout<MR, P>::at(b, GC_NR);
   int64_t i = 0;
   for (; i + U <= k; i += U) {
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) {
-      if (MR >= GEMM_AHEAD_ROWS) {
 #pragma GCC unroll 2
-        for (int v = 0; v < GC_NR; v += 16) {
-          __builtin_prefetch(b + (u + GEMM_AHEAD) * GC_NR + v, 0, 2);
-          __builtin_prefetch(b + (u + GEMM_NEAR) * GC_NR + v, 0, 3);
-        }
-      }
-      const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b + u * GC_NR);
-      const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + u * GC_NR + 16);
+      for (int p = 0; p < P; p++) {
+        const uint32_t* const row = b + p * next + u * GC_NR;
+        scout.ask(p * next + u * GC_NR, GC_NR);
+        const __m512bh b0 = (__m512bh)_mm512_loadu_si512(row);
+        const __m512bh b1 = (__m512bh)_mm512_loadu_si512(row + 16);
 #pragma GCC unroll 16
-      for (int r = 0; r < MR; r++) {
-        const __m512bh av = (__m512bh)_mm512_set1_epi32((int)a[u * MR + r]);
-        acc[u][r][0] = _mm512_dpbf16_ps(acc[u][r][0], av, b0);
-        acc[u][r][1] = _mm512_dpbf16_ps(acc[u][r][1], av, b1);
+        for (int r = 0; r < MR; r++) {
+          const __m512bh av = (__m512bh)_mm512_set1_epi32((int)a[u * MR + r]);
+          acc[u][p][r][0] = _mm512_dpbf16_ps(acc[u][p][r][0], av, b0);
+          acc[u][p][r][1] = _mm512_dpbf16_ps(acc[u][p][r][1], av, b1);
+        }
       }
     }
     a += U * MR;
     b += U * GC_NR;
+    scout.step(U * GC_NR);
   }
   if (U > 1) {
     for (; i < k; i++) {
-      const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b);
-      const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + 16);
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++) {
+        const __m512bh b0 = (__m512bh)_mm512_loadu_si512(b + p * next);
+        const __m512bh b1 = (__m512bh)_mm512_loadu_si512(b + p * next + 16);
 #pragma GCC unroll 16
-      for (int r = 0; r < MR; r++) {
-        const __m512bh av = (__m512bh)_mm512_set1_epi32((int)a[r]);
-        acc[0][r][0] = _mm512_dpbf16_ps(acc[0][r][0], av, b0);
-        acc[0][r][1] = _mm512_dpbf16_ps(acc[0][r][1], av, b1);
+        for (int r = 0; r < MR; r++) {
+          const __m512bh av = (__m512bh)_mm512_set1_epi32((int)a[r]);
+          acc[0][p][r][0] = _mm512_dpbf16_ps(acc[0][p][r][0], av, b0);
+          acc[0][p][r][1] = _mm512_dpbf16_ps(acc[0][p][r][1], av, b1);
+        }
       }
       a += MR;
       b += GC_NR;
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) {
-      __m512 sum = acc[0][r][v];
+  for (int p = 0; p < P; p++) {
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        __m512 sum = acc[0][p][r][v];
 #pragma GCC unroll 8
-      for (int u = 1; u < U; u++) sum = _mm512_add_ps(sum, acc[u][r][v]);
-      float* p = c + r * ldc + v * 16;
-      _mm512_storeu_ps(p, add ? _mm512_add_ps(_mm512_loadu_ps(p), sum) : sum);
+        for (int u = 1; u < U; u++) sum = _mm512_add_ps(sum, acc[u][p][r][v]);
+        float* o = c + p * GC_NR + r * ldc + v * 16;
+        _mm512_storeu_ps(o, add ? _mm512_add_ps(_mm512_loadu_ps(o), sum) : sum);
+      }
     }
   }
+}
+
+template <int MR>
+static void micro_pairs(const uint32_t* a, const uint32_t* b, int64_t k, float* c, int64_t ldc,
+                        bool add) {
+  micro_pair_panels<MR, 1>(a, b, 0, k, c, ldc, add);
 }
 
 typedef void (*pair_kernel)(const uint32_t*, const uint32_t*, int64_t, float*, int64_t, bool);

@@ -41,7 +41,8 @@ _FEATURES: dict[str, tuple[str, str, int, int]] = {
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden",
            "-fvisibility-inlines-hidden", "-ffp-contract=fast", "-fno-math-errno",
            "-fno-trapping-math", "-fopenmp-simd", "-fno-plt", "-fno-semantic-interposition",
-           "-fno-ident", "-g0", "-w")  # fmt: skip
+           "-fno-ident", "-g0", "-w",
+           "-falign-loops=32")  # fmt: skip  # a micro-kernel loses up to 9 % at another place
 
 
 def usable_features(isa: Isa, compiler: Compiler) -> tuple[str, ...]:

@@ -12,9 +12,14 @@ namespace {
 using namespace gc;
 
 constexpr int64_t HEAD = 16;   // floats before the sums of a partial record
-constexpr int64_t BLOCK = 64;  // keys between rescalings; blocks are even and hold up to twice that
-constexpr int64_t LDS = 2 * BLOCK;
-constexpr int64_t TURN = 16;   // keys and values are read in turns of so many
+constexpr int64_t FEW = 8;     // rows of a unit that memory sets the pace of
+
+// Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
+// that neither changes between keys and values nor stops for a softmax: with few rows a whole piece
+// is one block. Scores and weights of many rows have to stay near.
+constexpr int64_t block_keys(int64_t rows) { return rows <= FEW ? 512 : 64; }
+// Keys and values are read in turns of so many, which are also the longest sums.
+constexpr int64_t turn_keys(int64_t rows) { return rows <= FEW ? 256 : 16; }
 
 GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -39,11 +44,11 @@ struct Unit {
   const gc_args* args;
   const gc_decode_shape* s;
   int64_t z, rows, row0, first, last;  // keys [first, last)
-  int64_t ldq, ldo;
+  int64_t ldq, ldo, lds;
   int parts;                           // numbers that make a weight
   float scale, cap;                    // scale in units of log2
-  W *q, *weights;                      // weights [rows][parts][LDS]
-  float *out, *scores, *mask, *maximum, *total, *factor;
+  W *q, *weights;                      // weights [rows][parts][lds]
+  float *out, *scores, *maximum, *total, *factor;
 
   const T *keys[GC_DECODE_SEGMENTS], *values[GC_DECODE_SEGMENTS];
 
@@ -86,11 +91,11 @@ struct Unit {
       float* const o = scores + place + to;
       int64_t r = 0;
       for (; r + 4 <= rows; r += 4)
-        dot_keys<T, 4>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * LDS, LDS);
+        dot_keys<T, 4>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * lds, lds);
       for (; r + 2 <= rows; r += 2)
-        dot_keys<T, 2>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * LDS, LDS);
+        dot_keys<T, 2>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * lds, lds);
       for (; r < rows; r++)
-        dot_keys<T, 1>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * LDS, LDS);
+        dot_keys<T, 1>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * lds, lds);
     });
   }
 
@@ -102,10 +107,10 @@ struct Unit {
       const bool start = place + to == 0;  // sums of the blocks before are rescaled
       int64_t r = 0;
       for (; r + 2 <= rows; r += 2)
-        mix_keys<T, 2>(parts, w + r * parts * LDS, LDS, v, g.v_t, s->dv, m, start ? factor + r : one,
+        mix_keys<T, 2>(parts, w + r * parts * lds, lds, v, g.v_t, s->dv, m, start ? factor + r : one,
                        out + r * ldo, ldo);
       for (; r < rows; r++)
-        mix_keys<T, 1>(parts, w + r * parts * LDS, LDS, v, g.v_t, s->dv, m, start ? factor + r : one,
+        mix_keys<T, 1>(parts, w + r * parts * lds, lds, v, g.v_t, s->dv, m, start ? factor + r : one,
                        out + r * ldo, ldo);
     });
   }
@@ -123,9 +128,27 @@ struct Unit {
     for (int64_t j = max64(0, t + s->ahead + 1 - k0); j < n; j++) row[j] = NEGATIVE_INFINITY;
   }
 
+  // Memory would idle while few rows of scores become weights: it is asked for the first values.
+  struct Coming {
+    const char* row;
+    int64_t step, bytes;
+    void ask(int64_t i) const {
+      const char* p = row + i * step;
+      for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(p + j, 0, 2);
+    }
+  };
+  Coming coming(int64_t k0) const {
+    Coming c{nullptr, 0, 0};
+    if (rows <= FEW)
+      stretches(k0, 1, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t, int64_t) {
+        c = {(const char*)(values[i] + at * g.v_t), g.v_t * (int64_t)sizeof(T), s->dv * (int64_t)sizeof(T)};
+      });
+    return c;
+  }
+
   // Scores of a row to weights 2^(score - maximum).
   void softmax(int64_t r, int64_t k0, int64_t n) {
-    float* const row = scores + r * LDS;
+    float* const row = scores + r * lds;
     if (cap == 0.0f) {
       for (int64_t j = 0; j < n; j += VL) store(row + j, load<vf>(row + j) * scale);
     } else {
@@ -141,24 +164,26 @@ struct Unit {
     factor[r] = exp2_negative1(maximum[r] - base);
     maximum[r] = now;
     vf sum = {};
+    const Coming next = coming(k0);
     for (int64_t j = 0; j < n; j += VL) {
+      next.ask((r * n + j) / VL);
       const vf e = exp2_negative(load<vf>(row + j) - base);
       store(row + j, e);
       sum += e;
     }
     total[r] = total[r] * factor[r] + sum_of(sum);
-    put_weights(row, n, parts, weights + r * parts * LDS, LDS);
+    put_weights(row, n, parts, weights + r * parts * lds, lds);
   }
 
   // The values of a block are read in turn with the keys of the next: memory delivers both.
   void run() {
-    const int64_t count = last - first, blocks = max64(1, count / BLOCK);
-    const int64_t size = (count + blocks - 1) / blocks;
+    const int64_t count = last - first, blocks = max64(1, count / (lds / 2));
+    const int64_t size = (count + blocks - 1) / blocks, turn = turn_keys(rows);
     for (int64_t k0 = first - size, n = 0; k0 < last;) {
       const int64_t after = k0 + size, m = max64(0, min64(size, last - after));
-      for (int64_t place = 0; place < max64(n, m); place += TURN) {
-        if (place < m) dots(after + place, min64(TURN, m - place), place);
-        if (place < n) mix(k0 + place, min64(TURN, n - place), place);
+      for (int64_t place = 0; place < max64(n, m); place += turn) {
+        if (place < m) dots(after + place, min64(turn, m - place), place);
+        if (place < n) mix(k0 + place, min64(turn, n - place), place);
       }
       if (m > 0)
         for (int64_t r = 0; r < rows; r++) softmax(r, after, m);
@@ -188,8 +213,8 @@ static void put(const gc_args* args, const gc_decode_shape* s, int64_t z, int64_
   }
 }
 
-// scratch in floats: out [rows][dv], scores, weights [rows][LDS], mask [LDS], [dv], 3 x [ROWS],
-// q [rows][d]; d and dv rounded up to 32
+// scratch in floats: out [rows][dv], scores, weights [rows][lds], [dv], 3 x [ROWS], q [rows][d]; d
+// and dv rounded up to 32
 template <class T>
 static void decode(const gc_args* args, int64_t begin, int64_t end) {
   const gc_decode_shape* s = (const gc_decode_shape*)args->imm;
@@ -203,9 +228,9 @@ static void decode(const gc_args* args, int64_t begin, int64_t end) {
   u.parts = sizeof(W) == 2 && all <= EXACT ? 2 : 1;
   u.out = (float*)args->scratch;
   u.scores = u.out + most * u.ldo;
-  u.weights = (W*)(u.scores + most * LDS);
-  u.mask = u.scores + 2 * most * LDS;
-  float* const natural = u.mask + LDS;
+  u.lds = 2 * block_keys(most);
+  u.weights = (W*)(u.scores + most * u.lds);
+  float* const natural = u.scores + 2 * most * u.lds;
   u.maximum = natural + u.ldo;
   u.total = u.maximum + GC_DECODE_ROWS;
   u.factor = u.total + GC_DECODE_ROWS;

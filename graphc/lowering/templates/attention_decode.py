@@ -32,8 +32,9 @@ QUERIES, MOST_QUERIES = 8, 32
 IN_PLACE_OR_PANELS = ("in place", "panels")
 #: keys of a unit of work, about: long caches occupy all threads
 PIECE = 512
-#: GC_DECODE_ROWS, and LDS of attention_decode_driver.h
-ROWS, BLOCK = 64, 128
+#: GC_DECODE_ROWS; of attention_decode_driver.h FEW, and twice block_keys() up to FEW rows and
+#: beyond (64 rows, assumed where their number is not known, take as much as FEW)
+ROWS, FEW, BLOCKS = 64, 8, (1024, 128)
 MAX_SEGMENTS = 8
 
 
@@ -145,7 +146,7 @@ def emit(
         writes=[out] if partial is out else [out, partial],
         range=batch * chunks * ceildiv(rows, ROWS),
         grain=grain_for(ctx, ceildiv(tk, chunks) * rows * (d + dv), 16),
-        scratch=4 * (own * (wide + 2 * BLOCK + deep) + BLOCK + wide + 3 * ROWS),
+        scratch=4 * (own * (wide + deep + 2 * BLOCKS[own > FEW]) + wide + 3 * ROWS),
         label=node.name,
         flops=2 * batch * rows * tk * (d + dv),
         units=[],

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from graphc.lowering.context import Unit
+from graphc.toolchain.isa import LEVELS, Isa
 
 KERNELS = Path(__file__).resolve().parents[1] / "graphc" / "kernels"
 COMMON_FLAGS = [
@@ -52,9 +53,8 @@ def isa_flags(isa: str) -> list[str]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """The levels this machine can execute, fastest first."""
-    needs = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma"}}
-    return tuple(i for i in ("avx512", "avx2", "portable") if needs.get(i, set()) <= cpu_flags())
+    """The levels this machine can execute, or GRAPHC_ISA lets it, fastest first."""
+    return tuple(reversed(LEVELS[: LEVELS.index(Isa.detect().level) + 1]))
 
 
 @cache

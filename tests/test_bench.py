@@ -159,7 +159,7 @@ def test_a_race_checks_and_times(tmp_path: Path) -> None:
     assert (
         found["error"] < 1e-6
         and found["draws"] == jobs._DRAWS
-        and found["samples"] >= 3
+        and found["samples"] >= 2  # fewer rounds where a call takes long
         and found["peak_bytes"] > 1 << 20
     )
     assert found["cpu_min_s"] <= found["cpu_s"] and lines == ["held", "free"]

@@ -163,6 +163,8 @@ def test_isa_can_be_forced_down_only(monkeypatch: pytest.MonkeyPatch) -> None:
         Isa.detect({"GRAPHC_ISA": "avx512"})
     with pytest.raises(UsageError, match="expected an instruction set out of"):
         Isa.detect({"GRAPHC_ISA": "sse9"})
+    with pytest.raises(UsageError, match="GRAPHC_ISA forbids it"):
+        Isa.detect({"GRAPHC_ISA": "portable"}).lowered("avx2")
 
 
 @pytest.mark.parametrize("compiler", [GCC, *OTHERS], ids=lambda c: c.kind)

@@ -58,9 +58,9 @@ class Isa:
         if LEVELS.index(level) > LEVELS.index(self.level):
             needs = AVX512 if level == "avx512" else AVX2
             missing = [f for f in needs if f not in host_features()]
+            reason = f"this CPU lacks {', '.join(missing)}" if missing else "GRAPHC_ISA forbids it"
             raise UsageError(
-                f"expected an instruction set up to {self.level!r}, found {level!r}; "
-                f"this CPU lacks {', '.join(missing) or level}",
+                f"expected an instruction set up to {self.level!r}, found {level!r}; {reason}",
                 where="GRAPHC_ISA or --isa",
                 hint="leave it out to use the best level of this machine",
             )

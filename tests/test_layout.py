@@ -112,6 +112,23 @@ class Wide(nn.Module):
         return y.mean((2, 3)), y.amax(1), torch.cat([y, y], 1).sigmoid()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_infinity_in_a_pool(dtype: torch.dtype, tmp_path: Path) -> None:
+    """NaN is larger than all, wherever it stands in a window; a window may hold -inf alone."""
+    convolutions = nn.Conv2d(43, 43, 1, groups=43), nn.Conv2d(43, 43, 1, groups=43)
+    for layer in convolutions:
+        nn.init.ones_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    module = nn.Sequential(convolutions[0], nn.MaxPool2d(3, 2, 1), convolutions[1]).to(dtype)
+    x = torch.randn(1, 43, 24, 28).to(dtype)
+    x[0, :, 3, 4] = x[0, 1, 10, 10] = float("nan")
+    x[0, 2, 12:18, 12:18] = x[0, 42, 12:18, 12:18] = float("-inf")
+    built = Built(module, (x,), folder=tmp_path)
+    assert list((built.plan / "sources").glob("gc_pool_last*"))
+    with torch.no_grad():
+        torch.testing.assert_close(built(x), module(x), rtol=0, atol=0, equal_nan=True)
+
+
 def test_padded_pixels(tmp_path: Path) -> None:
     module, x = Wide().eval(), torch.randn(2, 8, 9, 8)
     built = Built(module, (x,), folder=tmp_path)

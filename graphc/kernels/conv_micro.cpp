@@ -108,19 +108,38 @@ GC_INLINE void conv_columns(const gc_conv_tile& t, int64_t wide, int64_t h) {
           S::template run<V, MR, NV>(x, at + u * each, w + u * row, acc[u]);
       }
     }
+    if (MR > 13) {  // not all addresses fit into registers: fetch them every second step
+      for (; i + 2 <= steps; i += 2, at += 2 * each, w += 2 * row) {
+        S::template run<V, MR, NV>(x, at, w, acc[0]);
+        S::template run<V, MR, NV>(x, at + each, w + row, acc[0]);
+      }
+    }
     for (; i < steps; i++, at += each, w += row) S::template run<V, MR, NV>(x, at, w, acc[0]);
     if (S::channels > 1 && t.c % S::channels) S::template last<V, MR, NV>(x, at, w, acc[0]);
   }
+  // init last, so that earlier sums are added to as a whole: short chains keep the error low
+  float* const sums = t.sums + h;
+  auto finish = [&](auto init_of) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-  for (int r = 0; r < MR; r++)
+    for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) {
-      V sum = acc[0][r][v];
+      for (int v = 0; v < NV; v++) {
+        V sum = acc[0][r][v];
 #pragma GCC unroll 8
-      for (int u = 1; u < U; u++) sum += acc[u][r][v];
-      // last, so that earlier sums are added to as a whole: short chains keep the error low
-      store(t.sums + r * GC_NR + h + v * L, sum + load<V>(t.init + r * t.ldi + h + v * L));
-    }
+        for (int u = 1; u < U; u++) sum += acc[u][r][v];
+        store(sums + r * GC_NR + v * L, sum + init_of(r, v));
+      }
+  };
+  if (t.ldi == 0) {
+    V init[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) init[v] = load<V>(t.init + h + v * L);
+    finish([&](int, int v) __attribute__((always_inline)) { return init[v]; });
+  } else {
+    finish([&](int r, int v) __attribute__((always_inline)) {
+      return load<V>(t.init + r * t.ldi + h + v * L);
+    });
+  }
 }
 
 template <class T, class V, int MR, int NV>

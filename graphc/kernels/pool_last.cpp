@@ -48,9 +48,12 @@ template <class T> struct Window {
   }
 };
 
-GC_INLINE vf larger(const vf& best, const vf& v) {  // NaN wins
-  const vi take = (v > best) | (v != v);
-  return (vf)((take & (vi)v) | (~take & (vi)best));
+GC_INLINE vf larger(const vf& best, const vf& v) {  // best, if v is NaN
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)v, (__m512)best);
+#else
+  return v > best ? v : best;
+#endif
 }
 
 // V vectors of channels of one window.
@@ -62,11 +65,18 @@ GC_INLINE void pool(const gc_pool_shape* s, const Window<T>& window, float divis
   if (s->mode == MAXIMUM) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) result[v] = splat(-std::numeric_limits<float>::infinity());
+    vf nan[V] = {};  // NaN wins: found beside the maxima, which wait for each other
     window.rows([&](const T* row) __attribute__((always_inline)) {
       for (int64_t i = w.begin; i < w.end; i += w.step)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) result[v] = larger(result[v], load_at(row + i * pixel, v));
+        for (int v = 0; v < V; v++) {
+          const vf x = load_at(row + i * pixel, v);
+          result[v] = larger(result[v], x);
+          nan[v] = x != x ? x : nan[v];
+        }
     });
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) result[v] = nan[v] != nan[v] ? nan[v] : result[v];
     return;
   }
 #pragma GCC unroll 4

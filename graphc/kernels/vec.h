@@ -94,8 +94,13 @@ GC_INLINE vf vmax(vf a, vf b) { return sel((a > b) | (a != a), a, b); }
 GC_INLINE vf vmin(vf a, vf b) { return sel((a < b) | (a != a), a, b); }
 GC_INLINE vi vmax(vi a, vi b) { return a | b; }  // of masks
 GC_INLINE vi vmin(vi a, vi b) { return a & b; }
+#if defined(__AVX512F__)  // the second operand, if one is NaN or both are zeros
+GC_INLINE vf vmax(vf a, float b) { return (vf)_mm512_max_ps((__m512)splat(b), (__m512)a); }
+GC_INLINE vf vmin(vf a, float b) { return (vf)_mm512_min_ps((__m512)splat(b), (__m512)a); }
+#else
 GC_INLINE vf vmax(vf a, float b) { return a < b ? splat(b) : a; }
 GC_INLINE vf vmin(vf a, float b) { return a > b ? splat(b) : a; }
+#endif
 
 // Any function of single numbers, lane by lane.
 GC_INLINE float lane_of(vf v, int i) { return v[i]; }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphc.ir.types import product as product_of
 from graphc.lowering.context import LoweringContext, Unit, View
+from graphc.lowering.templates.conv_winograd import winograd_weight
 from graphc.lowering.templates.operand import FAST
 
 if TYPE_CHECKING:
@@ -38,16 +39,6 @@ def pack_conv_weight(weight: torch.Tensor, groups: int, *, pairs: bool) -> torch
         part = part.reshape(groups, taps, -1, each, part.shape[3]).transpose(3, 4)
         parts.append(part.reshape(groups, -1))
     return torch.cat(parts, dim=1).reshape(-1).contiguous()
-
-
-def winograd_weight(weight: torch.Tensor) -> torch.Tensor:
-    """[OC, C, 9] -> [OC, C, 16]: G g G' for windows g of 3 x 3, see conv_winograd.cpp; in double
-    precision, rounded once."""
-    import torch
-
-    g = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
-    windows = weight.reshape(*weight.shape[:2], 3, 3).double()
-    return (g @ windows @ g.t()).to(weight.dtype).reshape(*weight.shape[:2], 16)
 
 
 def weight_steps(groups: int, transposed: bool, sizes: Sequence[int]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from graphc.ir.types import itemsize, same
 from graphc.ir.types import product as product_of
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
+from graphc.lowering.templates import conv_winograd
 from graphc.lowering.templates.conv_weights import packed_weights, weight_steps
 from graphc.lowering.templates.operand import (
     FAST,
@@ -28,11 +29,6 @@ WEIGHT_BYTES, FEW, MANY, LEAST = 1 << 18, 112, 224, 56
 TABLE = 4096
 #: channels below which the taps of a row are read as one stretch of memory
 MERGED_CHANNELS = 8
-#: fewest input and output channels of a group for which tiles of 2 x 2 pixels cost less than
-#: windows; of input channels also GC_WINOGRAD_CHANNELS in conv.h
-WINOGRAD_CHANNELS = {"avx512": 16, "avx2": 24, "portable": 24}
-#: bytes of transformed input of one unit, and its most tiles
-WINOGRAD_BYTES, WINOGRAD_TILES = 1 << 19, 56
 BIAS_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
 
 
@@ -79,7 +75,7 @@ class _Geometry:
         return (
             not conv.transposed and self.kernel == (1, 3, 3) and conv.stride == (1, 1, 1)
             and conv.dilation == (1, 1, 1) and conv.padding[0] == 0
-            and min(self.c, self.oc) >= WINOGRAD_CHANNELS[isa]
+            and min(self.c, self.oc) >= conv_winograd.CHANNELS[isa]
         )  # fmt: skip
 
     @property
@@ -178,8 +174,8 @@ def emit_fast(
     if expands:
         block = FEW
     elif minimal:
-        block = unit_tiles(ctx, g, tiles)
-        flops = 2 * tiles * channels * g.c * 16
+        block = conv_winograd.unit_tiles(ctx, tiles, g.c)
+        flops = 2 * tiles * channels * g.c * conv_winograd.POINTS
     else:
         block = unit_pixels(ctx, g, z * product_of(g.out))
     pointers = [g.x, weights, *([bias] if bias is not None else [])]
@@ -207,11 +203,14 @@ def emit_fast(
         range_ = conv.groups * product_of(conv.stride) * blocks * panels
         work, scratch = PANEL * block * g.c * taps, unit_scratch(g, block)
     elif minimal:
-        name, range_ = "conv_winograd", conv.groups * ceildiv(tiles, block) * panels
-        work, scratch = PANEL * block * g.c * 16, winograd_scratch(g, block)
+        name, blocks = "conv_winograd", conv.groups * ceildiv(tiles, block)
+        range_, scratch = blocks * panels, conv_winograd.winograd_scratch(g.c, block)
+        grain = conv_winograd.winograd_grain(ctx, blocks, panels)
     else:
         name, range_ = "conv", conv.groups * ceildiv(z * pixels, block) * panels
         work, scratch = PANEL * block * g.c * g.taps, unit_scratch(g, block)
+    if not minimal:
+        grain = grain_for(ctx, work, 16)
     function = f"gc_{name}_{kind}"
     text = f"""#include "conv.h"
 {epilogue.source}
@@ -222,7 +221,8 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
     unit, symbol = entry_unit(name, text)
     only = f"#define GC_ONE_DTYPE\n#define GC_ONLY_{kind}\n"
     units = [
-        Unit(f"{part}_{kind}", only + ctx.header(f"{part}.cpp")) for part in (name, "conv_micro")
+        Unit(f"{part}_{kind}", only + ctx.header(f"{part}.cpp"))
+        for part in ((name,) if minimal else (name, "conv_micro"))
     ]
     ctx.kernel(
         unit,
@@ -232,7 +232,7 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         reads=[*pointers, *epilogue.reads],
         writes=epilogue.writes,
         range=range_,
-        grain=grain_for(ctx, work, 16),
+        grain=grain,
         scratch=scratch,
         label=node.name,
         flops=flops,
@@ -263,21 +263,6 @@ def unit_pixels(ctx: LoweringContext, g: _Geometry, pixels: Dim) -> int:
         return block
     count = ceildiv(known, block)
     return min(known, ceildiv(ceildiv(known, count), TILE) * TILE)
-
-
-def unit_tiles(ctx: LoweringContext, g: _Geometry, tiles: Dim) -> int:
-    """Tiles of 2 x 2 pixels of one unit; an even split where their number is known."""
-    most = max(TILE // 2, min(WINOGRAD_TILES, WINOGRAD_BYTES // (16 * 4 * g.c)))
-    known = ctx.static(tiles)
-    if known is None or known <= 0:
-        return most
-    return ceildiv(known, ceildiv(known, most))
-
-
-def winograd_scratch(g: _Geometry, block: int) -> Dim:
-    """Bytes of `Winograd` in conv_winograd.cpp."""
-    length = (g.c + 15) // 16 * 16 + 16
-    return 4 * (PANEL + length + block * (4 * PANEL + 16 * PANEL + 16 * length))
 
 
 def unit_scratch(g: _Geometry, block: int) -> Dim:

@@ -11,7 +11,8 @@ constexpr int64_t pairs(int64_t k) { return (k + 1) / 2; }
 #if defined(__AVX512BF16__)
 
 constexpr int64_t TWIN_ROWS = 5;
-typedef void (*twin_kernel)(const uint32_t*, const uint32_t*, int64_t, int64_t, float*, int64_t, bool);
+typedef void (*twin_kernel)(const uint32_t*, const uint32_t*, int64_t, int64_t, float*, int64_t,
+                            int64_t, bool);
 const twin_kernel TWINS[TWIN_ROWS + 1] = {nullptr,
                                                micro_pair_panels<1, 2>,
                                                nullptr,
@@ -84,8 +85,8 @@ struct Brain {
     PAIRS[mr](a, (const uint32_t*)b, pairs(k), c, ldc, add);
   }
   static void twin(int64_t mr, const uint32_t* a, const void* b, int64_t next, int64_t, int64_t k,
-                   float* c, int64_t ldc, bool add) {
-    TWINS[mr](a, (const uint32_t*)b, next / 4, pairs(k), c, ldc, add);
+                   float* c, int64_t columns, int64_t ldc, bool add) {
+    TWINS[mr](a, (const uint32_t*)b, next / 4, pairs(k), c, columns, ldc, add);
   }
 };
 

@@ -61,7 +61,8 @@ struct RowSplit {
 //   panel(g, offset, p, kc, kl, expand, &ldb)  rows kc..kc+kl of panel p of b
 //   micro(mr, a, b, ldb, k, c, ldc, add)       c[mr][32] (+)= a x b
 //   twins(rows, k)    whether two panels are taken in turn
-//   twin(mr, a, b, next, ldb, k, c, ldc, add)  c[mr][64] (+)= a x b, a x the panel `next` bytes on
+//   twin(mr, a, b, next, ldb, k, c, columns, ldc, add)  also a x the panel `next` bytes on, into the
+//                                              c `columns` further
 template <class Format>
 static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue, int64_t begin,
                      int64_t end) {
@@ -100,20 +101,25 @@ static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue
     const int64_t group = most < 1 ? 1 : min64(most, GEMM_MAX_GROUP);
     while (panel < stop) {
       const int64_t count = min64(group, stop - panel), ld = count * GC_NR;
-      for (int64_t p = 0, now = 1; p < count; p += now) {
-        now = twin && p + 1 < count && (g->ldb == 0 || g->n >= (panel + p + 2) * GC_NR) ? 2 : 1;
+      // The second stream of twins begins amid the group: each goes on from panel to panel.
+      const bool whole = g->ldb == 0 || g->n >= (panel + count) * GC_NR;
+      const int64_t half = twin && whole ? count / 2 : 0;
+      for (int64_t i = 0; i < count - half; i++) {
+        const bool two = i < half;
+        const int64_t p = two ? i : i + half;
         for (int64_t kc = 0;;) {
           const int64_t kl = min64(chunk, k - kc);
           int64_t ldb;
           const void* b = Format::panel(g, b_offset, panel + p, kc, kl, expand, &ldb);
           if constexpr (Format::twins(1, 1)) {
-            if (now == 2) {
-              const void* next = Format::panel(g, b_offset, panel + p + 1, kc, kl, expand, &ldb);
+            if (two) {
+              const void* next = Format::panel(g, b_offset, panel + p + half, kc, kl, expand, &ldb);
               Format::twin(mb, packed + mb * Format::packed_length(kc), b,
-                           (const char*)next - (const char*)b, ldb, kl, tile + p * GC_NR, ld, kc > 0);
+                           (const char*)next - (const char*)b, ldb, kl, tile + p * GC_NR,
+                           half * GC_NR, ld, kc > 0);
             }
           }
-          for (int64_t t = now == 2 ? t1 : t0; t < t1; t++) {
+          for (int64_t t = two ? t1 : t0; t < t1; t++) {
             const int64_t r = split.row(t) - m0, mr = split.row(t + 1) - m0 - r;
             Format::micro(mr, packed + r * row_length + mr * Format::packed_length(kc), b, ldb, kl,
                           tile + r * ld + p * GC_NR, ld, kc > 0);

@@ -7,7 +7,7 @@ using namespace gc;
 constexpr int64_t TWIN_ROWS = 5, NEAR_BYTES = 16 << 10;
 #if GC_VBYTES == 64
 typedef void (*twin_kernel)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, float*,
-                            int64_t, bool);
+                            int64_t, int64_t, bool);
 const twin_kernel TWINS[TWIN_ROWS + 1] = {nullptr,
                                           micro_panels<1, 2>,
                                           nullptr,
@@ -53,8 +53,8 @@ struct Float {
   }
 #if GC_VBYTES == 64
   static void twin(int64_t mr, const float* a, const void* b, int64_t next, int64_t ldb, int64_t k,
-                   float* c, int64_t ldc, bool add) {
-    TWINS[mr](a, mr, (const float*)b, ldb, next / 4, k, c, ldc, add);
+                   float* c, int64_t columns, int64_t ldc, bool add) {
+    TWINS[mr](a, mr, (const float*)b, ldb, next / 4, k, c, columns, ldc, add);
   }
 #endif
 };

@@ -45,13 +45,14 @@ struct Scout {
   }
 };
 
-// Sums K steps into MR x 32 columns of c, or as many of each of P panels, which lie `next` apart.
+// Sums K steps into MR x 32 columns of c, or as many of each of P panels, which lie `next` apart in b
+// and `columns` in c.
 // `a` holds MR values per step (step stride `lda`), `b` 32 values per step (step stride `ldb`).
 // Accumulators stay in registers; a tile with few of them unrolls K with separate sums to cover the
 // latency of the multiply-add. A column is summed up the same way in one panel and in two.
 template <int MR, int P, int NV, int U>
 GC_INLINE void micro_columns(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t next,
-                             int64_t k, float* c, int64_t ldc, bool add) {
+                             int64_t k, float* c, int64_t columns, int64_t ldc, bool add) {
   vf acc[U][P][MR][NV] = {};
   auto scout = Scout<MR, P>::at(b, ldb);
   int64_t i = 0;
@@ -101,7 +102,7 @@ GC_INLINE void micro_columns(const float* a, int64_t lda, const float* b, int64_
         vf sum = acc[0][p][r][v];
 #pragma GCC unroll 16
         for (int u = 1; u < U; u++) sum += acc[u][p][r][v];
-        float* o = c + p * GC_NR + r * ldc + v * VL;
+        float* o = c + p * columns + r * ldc + v * VL;
         store(o, add ? load<vf>(o) + sum : sum);
       }
     }
@@ -110,20 +111,20 @@ GC_INLINE void micro_columns(const float* a, int64_t lda, const float* b, int64_
 
 template <int MR, int P>
 static void micro_panels(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t next,
-                         int64_t k, float* c, int64_t ldc, bool add) {
+                         int64_t k, float* c, int64_t columns, int64_t ldc, bool add) {
 #if GC_VBYTES == 64
   constexpr int NV = 2, U = MR == 1 ? 2 : MR == 2 ? 4 : 1;
 #else
   constexpr int NV = MR == 1 ? (VL == 8 ? 4 : 8) : MR <= 3 ? 4 : 2, U = (MR == 1 && VL == 8) ? 2 : 1;
 #endif
   for (int h = 0; h < GC_NR; h += NV * VL)
-    micro_columns<MR, P, NV, U>(a, lda, b + h, ldb, next, k, c + h, ldc, add);
+    micro_columns<MR, P, NV, U>(a, lda, b + h, ldb, next, k, c + h, columns, ldc, add);
 }
 
 template <int MR>
 static void micro(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, float* c,
                   int64_t ldc, bool add) {
-  micro_panels<MR, 1>(a, lda, b, ldb, 0, k, c, ldc, add);
+  micro_panels<MR, 1>(a, lda, b, ldb, 0, k, c, 0, ldc, add);
 }
 
 typedef void (*micro_kernel)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t,

@@ -7,10 +7,11 @@
 
 namespace gc {
 
-// c[MR][32] (+)= a [k/2][MR] pairs x b [k/2][32] pairs, or the same for P panels `next` pairs apart.
+// c[MR][32] (+)= a [k/2][MR] pairs x b [k/2][32] pairs, or the same for P panels `next` pairs
+// apart, `columns` apart in c.
 template <int MR, int P>
 static void micro_pair_panels(const uint32_t* a, const uint32_t* b, int64_t next, int64_t k, float* c,
-                              int64_t ldc, bool add) {
+                              int64_t columns, int64_t ldc, bool add) {
   constexpr int U = MR == 1 ? 2 : MR == 2 ? 4 : 1;
   __m512 acc[U][P][MR][2] = {};
   auto scout = Scout<MR, P>::at(b, GC_NR);
@@ -62,7 +63,7 @@ static void micro_pair_panels(const uint32_t* a, const uint32_t* b, int64_t next
         __m512 sum = acc[0][p][r][v];
 #pragma GCC unroll 8
         for (int u = 1; u < U; u++) sum = _mm512_add_ps(sum, acc[u][p][r][v]);
-        float* o = c + p * GC_NR + r * ldc + v * 16;
+        float* o = c + p * columns + r * ldc + v * 16;
         _mm512_storeu_ps(o, add ? _mm512_add_ps(_mm512_loadu_ps(o), sum) : sum);
       }
     }
@@ -72,7 +73,7 @@ static void micro_pair_panels(const uint32_t* a, const uint32_t* b, int64_t next
 template <int MR>
 static void micro_pairs(const uint32_t* a, const uint32_t* b, int64_t k, float* c, int64_t ldc,
                         bool add) {
-  micro_pair_panels<MR, 1>(a, b, 0, k, c, ldc, add);
+  micro_pair_panels<MR, 1>(a, b, 0, k, c, 0, ldc, add);
 }
 
 typedef void (*pair_kernel)(const uint32_t*, const uint32_t*, int64_t, float*, int64_t, bool);

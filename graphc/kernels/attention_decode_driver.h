@@ -15,11 +15,12 @@ constexpr int64_t HEAD = 16;   // floats before the sums of a partial record
 constexpr int64_t FEW = 8;     // rows of a unit that memory sets the pace of
 
 // Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
-// that neither changes between keys and values nor stops for a softmax: with few rows a whole piece
-// is one block. Scores and weights of many rows have to stay near.
-constexpr int64_t block_keys(int64_t rows) { return rows <= FEW ? 512 : 64; }
+// that neither changes between keys and values nor stops for a softmax: with few rows, whose values
+// are walked over only once, a whole piece is one block. Else scores, weights and values stay near.
+constexpr bool in_one(int64_t rows, int64_t dv) { return rows <= FEW && dv == 4 * PAIR; }
+constexpr int64_t block_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 512 : 64; }
 // Keys and values are read in turns of so many, which are also the longest sums.
-constexpr int64_t turn_keys(int64_t rows) { return rows <= FEW ? 256 : 16; }
+constexpr int64_t turn_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 256 : 16; }
 
 GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -139,7 +140,7 @@ struct Unit {
   };
   Coming coming(int64_t k0) const {
     Coming c{nullptr, 0, 0};
-    if (rows <= FEW)
+    if (in_one(rows, s->dv))
       stretches(k0, 1, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t, int64_t) {
         c = {(const char*)(values[i] + at * g.v_t), g.v_t * (int64_t)sizeof(T), s->dv * (int64_t)sizeof(T)};
       });
@@ -178,7 +179,7 @@ struct Unit {
   // The values of a block are read in turn with the keys of the next: memory delivers both.
   void run() {
     const int64_t count = last - first, blocks = max64(1, count / (lds / 2));
-    const int64_t size = (count + blocks - 1) / blocks, turn = turn_keys(rows);
+    const int64_t size = (count + blocks - 1) / blocks, turn = turn_keys(rows, s->dv);
     for (int64_t k0 = first - size, n = 0; k0 < last;) {
       const int64_t after = k0 + size, m = max64(0, min64(size, last - after));
       for (int64_t place = 0; place < max64(n, m); place += turn) {
@@ -228,7 +229,7 @@ static void decode(const gc_args* args, int64_t begin, int64_t end) {
   u.parts = sizeof(W) == 2 && all <= EXACT ? 2 : 1;
   u.out = (float*)args->scratch;
   u.scores = u.out + most * u.ldo;
-  u.lds = 2 * block_keys(most);
+  u.lds = 2 * block_keys(most, s->dv);
   u.weights = (W*)(u.scores + most * u.lds);
   float* const natural = u.scores + 2 * most * u.lds;
   u.maximum = natural + u.ldo;

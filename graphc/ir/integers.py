@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from graphc.ir.graph import Value
-from graphc.ir.types import TensorType
 
 #: lowest and highest value, both included
 Range = tuple[int, int]
@@ -34,16 +33,15 @@ def integer_range(
     the contents of a weight. None if nothing bounds it."""
     if isinstance(value, int):
         return (value, value)
-    if not isinstance(value, Value) or not isinstance(value.type, TensorType):
-        return None
-    if value.type.dtype in _DTYPES:
-        return _DTYPES[value.type.dtype]
-    if value.type.dtype not in _WIDE or depth == 0:
+    dtype = getattr(getattr(value, "type", None), "dtype", "")  # scalars have none
+    if dtype in _DTYPES:
+        return _DTYPES[dtype]
+    if dtype not in _WIDE or depth == 0:
         return None
     known = constant(value) if constant is not None else None
     if known is not None:
         return (int(known.min()), int(known.max())) if known.numel() else (0, 0)
-    producer = value.producer
+    producer = getattr(value, "producer", None)
     if producer is None:
         return None
 

@@ -69,10 +69,19 @@ template <class T> struct Row {
     }
   }
 
+  template <int K, int S, int R, class Put>
+  GC_MEMBER void several(int64_t w, int64_t i, Put put) const {
+    vf acc[R];
+    inside<K, S, R>(w, acc);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) put(i + r, acc[r]);
+  }
+
   // Pixels [w0, w0 + n) to out[n][GC_NR], lanes from `skip` on.
   template <int K, int S>
   void run(int64_t w0, int64_t n, int64_t skip, float* out) const {
-    constexpr int R = GC_VBYTES == 64 ? 4 : 2;
+    // sums of so many pixels hide the latency of the multiply-add, and a tap is loaded for them all
+    constexpr int R = S == 1 && GC_VBYTES == 64 ? 8 : 4;
     const int64_t stride = s->stride[2], reach = (s->kernel[2] - 1) * s->dilation[2];
     // windows of pixels [from, to) lie inside the row
     const int64_t from = min64(n, max64(0, (s->pad[2] + stride - 1) / stride - w0));
@@ -86,12 +95,9 @@ template <class T> struct Row {
     int64_t i = 0;
     for (; i < from; i++) put(i, border(w0 + i));
     if (lanes == VL) {
-      for (; i + R <= to; i += R) {
-        vf acc[R];
-        inside<K, S, R>(w0 + i, acc);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) put(i + r, acc[r]);
-      }
+      for (; i + R <= to; i += R) several<K, S, R>(w0 + i, i, put);
+      if (i + R / 2 <= to) several<K, S, R / 2>(w0 + i, i, put), i += R / 2;
+      for (; i < to; i++) several<K, S, 1>(w0 + i, i, put);
     }
     for (; i < n; i++) put(i, border(w0 + i));
   }

@@ -46,7 +46,11 @@ GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 struct RowSplit {
   int64_t m, tiles, blocks;
   explicit RowSplit(int64_t rows)
-      : m(rows), tiles((rows + GC_MR - 1) / GC_MR), blocks((rows + GC_GEMM_ROWS - 1) / GC_GEMM_ROWS) {}
+      : m(rows), tiles((rows + GC_MR - 1) / GC_MR), blocks((rows + GC_GEMM_ROWS - 1) / GC_GEMM_ROWS) {
+    // blocks of equal length, for threads that share them, where that takes few more tiles
+    const int64_t equal = (tiles + blocks - 1) / blocks * blocks;
+    if (equal - tiles <= tiles / 16) tiles = equal;
+  }
   int64_t tile_begin(int64_t block) const { return block * tiles / blocks; }
   int64_t row(int64_t tile) const { return tile * m / tiles; }
 };

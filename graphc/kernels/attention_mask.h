@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_prefill.h"
 #include "attention_softmax.h"
+#include "widen.h"
 
 namespace gc {
 

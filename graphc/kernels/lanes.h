@@ -1,6 +1,6 @@
 // Vectors of fp32 lanes from and to neighbouring items of any storage type.
 #pragma once
-#include "isa.h"
+#include "widen.h"
 
 namespace gc {
 

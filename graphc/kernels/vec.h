@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "isa.h"
+#include "widen.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -164,7 +164,7 @@ template <class T> GC_INLINE vf rounded(vf x) {
 
 // -- short integers -----------------------------------------------------------------------------
 
-// As 32-bit lanes, and back to their lowest bits; see from_bf16 of isa.h.
+// As 32-bit lanes, and back to their lowest bits; see widen.h.
 #if defined(__AVX512BW__)
 GC_INLINE vi widen(vb b) { return (vi)_mm512_cvtepu8_epi32((__m128i)b); }
 GC_INLINE vi widen(vbs b) { return (vi)_mm512_cvtepi8_epi32((__m128i)b); }

@@ -10,22 +10,20 @@ constexpr int64_t pairs(int64_t k) { return (k + 1) / 2; }
 
 #if defined(__AVX512BF16__)
 
-constexpr int64_t TWIN_ROWS = 5;
 typedef void (*twin_kernel)(const uint32_t*, const uint32_t*, int64_t, int64_t, float*, int64_t,
                             int64_t, bool);
 const twin_kernel TWINS[TWIN_ROWS + 1] = {nullptr,
-                                               micro_pair_panels<1, 2>,
+                                          micro_pair_panels<1, 2>,
                                                nullptr,
-                                               micro_pair_panels<3, 2>,
-                                               micro_pair_panels<4, 2>,
-                                               micro_pair_panels<5, 2>};
+                                          micro_pair_panels<3, 2>,
+                                          micro_pair_panels<4, 2>,
+                                          micro_pair_panels<5, 2>};
 
 struct Brain {
   typedef bf16 element;
   typedef uint32_t packed;  // two neighbours in K
   static constexpr bool direct = false;
-  // two rows do better with one stream
-  static constexpr bool twins(int64_t rows, int64_t) { return rows <= TWIN_ROWS && rows != 2; }
+  static constexpr bool twins(int64_t rows, int64_t) { return twinned(rows); }
   static constexpr int64_t chunk = 2048;
   static constexpr int64_t expand_bytes = 0;
   static int64_t packed_length(int64_t k) { return pairs(k); }

@@ -4,7 +4,7 @@
 namespace {
 using namespace gc;
 
-constexpr int64_t TWIN_ROWS = 5, NEAR_BYTES = 16 << 10;
+constexpr int64_t NEAR_BYTES = 16 << 10;
 #if GC_VBYTES == 64
 typedef void (*twin_kernel)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, float*,
                             int64_t, int64_t, bool);
@@ -22,8 +22,7 @@ struct Float {
   static constexpr bool direct = true;
   // several rows only where those do not stay in the first level beside a panel
   static constexpr bool twins(int64_t rows, int64_t k) {
-    return GC_VBYTES == 64 &&
-        (rows == 1 || (rows > 2 && rows <= TWIN_ROWS && rows * k * 4 > NEAR_BYTES));
+    return GC_VBYTES == 64 && twinned(rows) && (rows == 1 || rows * k * 4 > NEAR_BYTES);
   }
   static constexpr int64_t chunk = GEMM_KC;
   static constexpr int64_t expand_bytes = GEMM_KC * GC_NR * 4;  // a last panel cut off by N

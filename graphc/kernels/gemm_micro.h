@@ -11,6 +11,8 @@ namespace gc {
 // the lines, and only what is asked for long before is there in time. Distances are measured. Those
 // in between hinder: then the core has asked for every line before its prefetchers see one, and
 // alone it has too few requests on their way.
+constexpr int64_t TWIN_ROWS = 5;
+constexpr bool twinned(int64_t rows) { return rows <= TWIN_ROWS && rows != 2; }  // two: one is better
 constexpr int GEMM_AHEAD_ROWS = GC_VBYTES == 64 ? 6 : 4;
 struct Ahead { int64_t far, near; };
 constexpr Ahead look_ahead(int rows, int panels) {

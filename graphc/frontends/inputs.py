@@ -15,9 +15,8 @@ from graphc.ir.types import UNBOUNDED, long_dtype, torch_dtype
 
 _TYPE = re.compile(r"^([a-z][a-z0-9_]*)\s*\[([^\]]*)\]$")
 _LIST = re.compile(r"^\[(\s*-?\d+\s*(?:,\s*-?\d+\s*)*)\]$")
-_NAME = re.compile(
-    r"[^\s=\[\]]+"
-)  # inputs of ONNX files are called "serving_default_x:0" and worse
+# inputs of ONNX files are called "serving_default_x:0" and worse
+_NAME = re.compile(r"[^\s=\[\]]+")
 _PLACE = re.compile(rf"^({_NAME.pattern})\.(\d+)$")
 _FORM = 'write name=dtype[dims], such as "x=f32[1,T,384]" or "ids=i64[2,16]"'
 _LENGTH_FORM = 'write "T=1:2048" for a range, or "ids.1=T" for the name of a dimension'

@@ -1,7 +1,20 @@
 """The graphc:: operators; importing this package registers them with torch."""
 
 from graphc.ops.attention import attention
+from graphc.ops.cached_attention import cached_attention, paged_attention
+from graphc.ops.delta_rule import delta_rule
+from graphc.ops.experts import experts
 from graphc.ops.integer_linear import integer_linear
+from graphc.ops.lightning_indexer import lightning_indexer, paged_lightning_indexer
+from graphc.ops.pages import append_pages, read_pages
 from graphc.ops.recurrent import gru, lstm
+from graphc.ops.residual_mix import residual_mix
+from graphc.ops.short_convolution import short_convolution
+from graphc.ops.sparse_attention import latent_attention, sparse_attention
 
-__all__ = ["attention", "gru", "integer_linear", "lstm"]
+__all__ = [
+    "append_pages", "attention", "cached_attention", "delta_rule", "experts", "gru",
+    "integer_linear", "latent_attention", "lightning_indexer", "lstm", "paged_attention",
+    "paged_lightning_indexer", "read_pages", "residual_mix", "short_convolution",
+    "sparse_attention",
+]  # fmt: skip

@@ -1,0 +1,76 @@
+"""The Lightning Indexer of DeepSeek Sparse Attention (DeepSeek-V3.2): a cheap score of every key,
+and the keys that attention will read.
+
+    I[t, s] = sum_h weights[t, h] * relu(query[t, h] . key[s])       for s <= position of t
+
+Scores are ordered by (score descending, position ascending), -0 counting as 0: which keys are
+chosen does not depend on how many there are, so that prefill, chunks and decode agree.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphc.ops.library import define
+
+
+def _choose(
+    query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, start: torch.Tensor | None,
+    count: int,
+) -> torch.Tensor:  # fmt: skip
+    batch, length = query.shape[:2]
+    kind = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_full([batch, length, count], -1, dtype=torch.int32)
+    for b in range(batch):
+        first = 0 if start is None else int(start[b])
+        for t in range(length):
+            seen = key[b, : first + t + 1].to(kind)
+            dots = torch.relu(query[b, t].to(kind) @ seen.T)
+            scores = weights[b, t].to(kind) @ dots + 0.0
+            best = torch.sort(scores, descending=True, stable=True).indices[:count]
+            out[b, t, : best.shape[0]] = torch.sort(best).values.to(torch.int32)
+    return out
+
+
+def _meta(
+    query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor,
+    start: torch.Tensor | None = None, *, count: int,
+) -> torch.Tensor:  # fmt: skip
+    return query.new_empty([*query.shape[:2], count], dtype=torch.int32)
+
+
+@define("lightning_indexer(Tensor query, Tensor weights, Tensor key, Tensor? start=None, *, "
+        "int count) -> Tensor", _meta)  # fmt: skip
+def lightning_indexer(
+    query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor,
+    start: torch.Tensor | None = None, *, count: int,
+) -> torch.Tensor:  # fmt: skip
+    """int32 [B, T, count]: positions of the best keys in ascending order, then -1.
+
+    Args:
+        query: [B, T, Hi, D].
+        weights: [B, T, Hi], any sign.
+        key: [B, S, D], one for all heads.
+        start: int32 [B]: query t of sequence b is at position start[b] + t and sees the keys up
+            to there; None: 0.
+    """
+    return _choose(query, weights, key, start, count)
+
+
+def _paged_meta(
+    query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
+    start: torch.Tensor, *, count: int,
+) -> torch.Tensor:  # fmt: skip
+    return query.new_empty([*query.shape[:2], count], dtype=torch.int32)
+
+
+@define("paged_lightning_indexer(Tensor query, Tensor weights, Tensor pages, Tensor table, "
+        "Tensor start, *, int count) -> Tensor", _paged_meta)  # fmt: skip
+def paged_lightning_indexer(
+    query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
+    start: torch.Tensor, *, count: int,
+) -> torch.Tensor:  # fmt: skip
+    """As `lightning_indexer`, over keys in pages [N, P, D] (`graphc.ops.pages`); the positions are
+    those in the sequence, not in the pool."""
+    key = torch.ops.graphc.read_pages(pages, table, 0, pages.shape[2])
+    return _choose(query, weights, key, start, count)

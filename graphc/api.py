@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphc.builder import Request, build_plan
+from graphc.builder import Request, Side, build_plan
 from graphc.frontends.capture import Captured
 from graphc.ir.graph import Graph
 from graphc.lowering.classify import native_operators
 from graphc.lowering.program import PlannedMemory
-from graphc.plan import Step
+from graphc.plan import DecoderPlan, Step
 from graphc.report import BisectRecord, BuildReport, PassRecord, StageRecord
 from graphc.toolchain.isa import Isa
 
@@ -87,12 +87,15 @@ def build_captured(
     model: str = "module",
     source: str = "module",
     variants: Sequence[Captured] = (),
+    sides: Sequence[Side] = (),
+    decoder: DecoderPlan | None = None,
 ) -> BuildReport:
-    """Builds a captured graph (and its captures for other lengths) into the folder `output`."""
+    """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
+    `sides`, these graphs of it (the phases of a decoder)."""
     from cache.store import Store
     from graphc.ir.text import print_graph
     from graphc.rewrite import run_passes
-    from graphc.shapes import Shapes
+    from graphc.shapes import Bucket, Shapes
 
     options = options or Options()
     table = Shapes.load(options.shapes)
@@ -102,11 +105,14 @@ def build_captured(
     phase = options.phase or table.default_phase_of(model)
     passes = pipeline(options.disable_pass, options.pass_options)
 
-    def transform(graph: Graph) -> tuple[Graph, list[PassRecord]]:
+    def transform(graph: Graph, phase: str) -> tuple[Graph, list[PassRecord]]:
         return run_passes(
             graph, passes, verify=options.verify, dump=options.dump_passes, phase=phase,
             progress=options.progress,
         )  # fmt: skip
+
+    def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:
+        return table.buckets_for(model, options.phase, ranges, only=list(options.buckets))
 
     store = Store()
     tuner = None
@@ -119,13 +125,10 @@ def build_captured(
         return build_plan(
             Request(
                 captured=captured,
+                sides=sides or [Side(c.graph, phase, buckets) for c in (captured, *variants)],
                 output=Path(output),
                 model=model,
                 source=source,
-                phase=phase,
-                buckets=lambda ranges: table.buckets_for(
-                    model, options.phase, ranges, only=list(options.buckets)
-                ),
                 transform=transform,
                 planner=memory_planner,
                 store=store,
@@ -135,8 +138,8 @@ def build_captured(
                 progress=options.progress,
                 stages=list(options.stages),
                 text=lambda graph: print_graph(graph, contents=False),
-                variants=list(variants),
                 tune=tuner.tune if tuner else None,
+                decoder=decoder,
             )
         )
     finally:

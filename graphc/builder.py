@@ -16,21 +16,23 @@ import msgspec
 import sympy
 
 import graphc
+from graphc.build_report import build_report
 from graphc.errors import UnsupportedError
 from graphc.frontends.capture import Captured
 from graphc.ir.content import raw_bytes
-from graphc.ir.graph import Graph
+from graphc.ir.graph import Graph, Value
 from graphc.ir.types import UNBOUNDED, TensorType
 from graphc.lowering.context import Unit
 from graphc.lowering.index_ranges import index_ranges
 from graphc.lowering.lower import lower
-from graphc.lowering.program import Expressions, Planner, build_program, evaluate
+from graphc.lowering.program import Expressions, Planner, build_program
 from graphc.lowering.steps import KernelStep, Lowered
 from graphc.lowering.tuning import Candidate, Tuning
 from graphc.lowering.work import side_work
 from graphc.plan import (
     ABI_VERSION,
     FORMAT_VERSION,
+    DecoderPlan,
     Output,
     Plan,
     PlanWork,
@@ -40,19 +42,7 @@ from graphc.plan import (
     Tensor,
 )
 from graphc.plan_io import KERNELS, WEIGHTS, WORK, Content, WeightsWriter, write_plan
-from graphc.report import (
-    BucketRecord,
-    BuildReport,
-    CompileRecord,
-    FallbackRecord,
-    Interval,
-    KernelRecord,
-    MemoryRecord,
-    PassRecord,
-    StageRecord,
-    SymbolRecord,
-    TuningRecord,
-)
+from graphc.report import BuildReport, PassRecord, StageRecord, TuningRecord
 from graphc.shapes import Bucket
 from graphc.store import KernelStore
 from graphc.toolchain.compile import CompileReport, compile_units
@@ -67,17 +57,27 @@ Tune = Callable[
 ]
 
 
+@dataclass(frozen=True)
+class Side:
+    """One graph of a plan: the model for some lengths, in one phase. `buckets` gives what to plan
+    for the ranges of its symbols (those of all sides of the phase together)."""
+
+    graph: Graph
+    phase: str
+    buckets: Callable[[Mapping[str, tuple[int, int]]], list[Bucket]]
+
+
 @dataclass
 class Request:
-    """What to build. `transform` runs the passes; `planner` places buffers."""
+    """What to build. `captured` says how the plan is called; `sides` are its graphs, which answer
+    in one form; `transform` runs the passes on the graph of a phase; `planner` places buffers."""
 
     captured: Captured
+    sides: Sequence[Side]
     output: Path
     model: str
     source: str
-    phase: str
-    buckets: Callable[[Mapping[str, tuple[int, int]]], list[Bucket]]
-    transform: Callable[[Graph], tuple[Graph, list[PassRecord]]]
+    transform: Callable[[Graph, str], tuple[Graph, list[PassRecord]]]
     planner: Planner
     store: KernelStore
     isa: Isa
@@ -86,8 +86,8 @@ class Request:
     progress: Progress | None = None
     stages: list[StageRecord] = field(default_factory=list)
     text: Callable[[Graph], str] | None = None
-    variants: list[Captured] = field(default_factory=list)  # captures for other lengths
     tune: Tune | None = None  # measures what rules leave open; None: their defaults
+    decoder: DecoderPlan | None = None
 
 
 def build_plan(request: Request) -> BuildReport:
@@ -111,13 +111,11 @@ class _Build:
 
     def run(self) -> BuildReport:
         request = self.request
-        captured = request.captured
-        graph, records = self._timed("passes", lambda: request.transform(captured.graph))
-        lowered = self._lower(graph)
-        sides = [lowered]
-        for variant in request.variants:
-            sides.append(self._side(variant, sides, records))
-        self.symbols = _symbols([side.graph for side in sides])
+        sides: list[Lowered] = []
+        records: list[PassRecord] = []
+        for side in request.sides:
+            sides.append(self._side(side, sides, records))
+        self.symbols = _symbols([side.graph for side in sides], request.captured.graph)
         planned: list[tuple[Program, Expressions]] = self._timed(
             "memory", lambda: self._programs(sides)
         )
@@ -136,52 +134,52 @@ class _Build:
         objects: CompileReport = self._timed("compile", compiled)
         return self._write(sides, planned, objects, compiler, records)
 
-    def _lower(self, graph: Graph) -> Lowered:
+    def _lower(self, graph: Graph, side: Side) -> Lowered:
         tune, level = self.request.tune, self.request.isa.level
         tuning = None
         if tune is not None:
-            tuning = self._timed("tuning", lambda: self._tuning(graph, tune))
+            tuning = self._timed("tuning", lambda: self._tuning(graph, side, tune))
         made: Lowered = self._timed("lowering", lambda: lower(graph, level, tuning))
         return made
 
-    def _tuning(self, graph: Graph, tune: Tune) -> Tuning:
+    def _tuning(self, graph: Graph, side: Side, tune: Tune) -> Tuning:
         """What was measured, now or before, for the choices of a graph at its buckets' limits."""
         known = {s.name: s for s in graph.symbols.values() if not s.data}
         ranges = {name: (s.minimum, min(s.maximum, UNBOUNDED)) for name, s in known.items()}
         lengths = tuple(
             {name: min(n, known[name].maximum) for name, n in bucket.limits.items()}
-            for bucket in self.request.buckets(ranges)
+            for bucket in side.buckets(ranges)
         )
         winners, records = tune(graph, lengths)
         told = {(record.choice, record.sizes) for record in self.tuned}
         self.tuned += [r for r in records if (r.choice, r.sizes) not in told]
         return Tuning(winners, {}, lengths)
 
-    def _side(self, variant: Captured, sides: list[Lowered], records: list[PassRecord]) -> Lowered:
-        """The same model for other lengths; its weights stand behind those of the sides before."""
-        graph, more = self._timed("passes", lambda: self.request.transform(variant.graph))
+    def _side(self, side: Side, before: list[Lowered], records: list[PassRecord]) -> Lowered:
+        """A side as Steps; its weights stand behind those of the sides before."""
+        graph, more = self._timed("passes", lambda: self.request.transform(side.graph, side.phase))
         records += more
-        side = self._lower(graph)
-        if [kind for kind, _ in side.results] != [kind for kind, _ in sides[0].results]:
+        lowered = self._lower(graph, side)
+        if before and [k for k, _ in lowered.results] != [k for k, _ in before[0].results]:
             raise UnsupportedError(
                 "expected results of one form for all lengths, found different ones",
                 hint="ask for a smaller range with --dynamic",
             )
-        base = sum(len(other.constants) for other in sides)
-        for info in side.buffers:
+        base = sum(len(other.constants) for other in before)
+        for info in lowered.buffers:
             if info.kind == "weight":
                 info.index += base
-        return side
+        return lowered
 
     def _programs(self, sides: Sequence[Lowered]) -> list[tuple[Program, Expressions]]:
         request = self.request
         names = [s.name for s in self.symbols]
-        whole = {s.name: (s.minimum, s.maximum) for s in self.symbols if s.input >= 0}
         sources = source_names(sides)
         made: list[tuple[Program, Expressions]] = []
-        for side in sides:
+        for asked, side in zip(request.sides, sides, strict=True):
             known = side.graph.symbols
-            for bucket in request.buckets(whole):
+            whole = self._ranges(asked.phase, sides)
+            for bucket in asked.buckets(whole):
                 limits = {
                     name: min(limit, known[name].maximum) for name, limit in bucket.limits.items()
                 }
@@ -191,10 +189,27 @@ class _Build:
                     continue
                 made.append(
                     build_program(
-                        side, phase=request.phase, bucket=bucket.name, limits=limits,
+                        side, phase=asked.phase, bucket=bucket.name, limits=limits,
                         symbols=names, sources=sources, planner=request.planner,
                         least={n: low for n, (low, _) in whole.items()},
                     )
+                )  # fmt: skip
+        return made
+
+    def _ranges(self, phase: str, sides: Sequence[Lowered]) -> dict[str, tuple[int, int]]:
+        """The range of each length that inputs tell, over all sides of a phase."""
+        graphs = [
+            side.graph
+            for asked, side in zip(self.request.sides, sides, strict=True)
+            if asked.phase == phase
+        ]
+        told = {s.name for s in self.symbols if s.input >= 0}
+        made: dict[str, tuple[int, int]] = {}
+        for info in (info for graph in graphs for info in graph.symbols.values()):
+            if info.name in told:
+                low, high = made.get(info.name, (info.minimum, 0))
+                made[info.name] = (
+                    min(low, info.minimum), max(high, min(info.maximum, UNBOUNDED))
                 )  # fmt: skip
         return made
 
@@ -228,7 +243,13 @@ class _Build:
                 states = self._states(graph, table, writer)
             plan = self._plan(sides, programs, table, states, writer)
             self.stages.append(StageRecord("write", time.perf_counter() - start))
-            report = self._report(sides, programs, objects, compiler, records, plan, sources)
+            report = build_report(
+                plan, [(a.phase, side) for a, side in zip(request.sides, sides, strict=True)],
+                [(p, next(x for x in sides if x.graph is t.graph)) for p, t in planned],
+                objects, source=request.source, compiler=compiler.identity,
+                level=request.isa.level, stages=self.stages, passes=records, sources=sources,
+                notes=request.captured.notes, tuning=self.tuned,
+            )  # fmt: skip
             files: dict[str, Content] = {
                 KERNELS: library,
                 WEIGHTS: Path(folder) / WEIGHTS,
@@ -257,7 +278,9 @@ class _Build:
         made: list[State] = []
         for value, tensor in graph.states.items():
             weight = -1
-            if tensor.numel() and bool(tensor.any()):
+            # pages are one zero seen many times: looking at all of them would take a while
+            seen = tensor[tuple(0 if s == 0 else slice(None) for s in tensor.stride())]
+            if tensor.numel() and bool(seen.any()):
                 weight = writer.add(
                     value.name, value.type.dtype, tuple(tensor.shape), raw_bytes(tensor),
                     origin=value.name,
@@ -279,6 +302,9 @@ class _Build:
         outputs: list[Output] = []
         for position, (kind, what) in enumerate(lowered.results):
             type_, name = lowered.result_types[position], captured.result_names[position]
+            described = captured.graph.results[position]
+            if type_ is not None and isinstance(described, Value):
+                type_ = described.type
             tensor = None if type_ is None else _tensor(name, type_, table)
             if kind == "dim":
                 outputs.append(Output(None, "expression", table.add(what)))
@@ -293,7 +319,7 @@ class _Build:
             model=request.model,
             machine=request.isa.machine(),
             symbols=self.symbols,
-            inputs=[_tensor(v.name, v.type, table) for v in graph.inputs],
+            inputs=[_tensor(v.name, v.type, table) for v in captured.graph.inputs],
             outputs=outputs,
             arguments=captured.arguments,
             keywords=captured.keywords,
@@ -306,67 +332,8 @@ class _Build:
             uses_torch=any(not isinstance(s, KernelStep) for side in sides for s in side.steps),
             positional_names=list(captured.positional_names),
             ranges=index_ranges([side.graph for side in sides]),
+            decoder=request.decoder,
         )
-
-    def _report(
-        self,
-        sides: Sequence[Lowered],
-        programs: Sequence[Program],
-        objects: CompileReport,
-        compiler: Compiler,
-        records: list[PassRecord],
-        plan: Plan,
-        sources: Mapping[str, str],
-    ) -> BuildReport:
-        request = self.request
-        location = {node.name: node.location for side in sides for node in side.graph.nodes}
-        kernels: dict[str, KernelRecord] = {}
-        origins = {u.name: u for u in objects.units}
-        for step in (step for side in sides for step in side.steps):
-            if not isinstance(step, KernelStep):
-                continue
-            old = kernels.get(step.symbol)
-            places = sorted({location.get(n, "") for n in step.nodes} - {""})
-            made = origins.get(step.unit.name)
-            kernels[step.symbol] = KernelRecord(
-                step.symbol, sources.get(step.symbol, ""), (old.steps if old else 0) + 1,
-                made is None or made.origin == "hit", step.label,
-                [*(old.nodes if old else []), *step.nodes],
-                list(dict.fromkeys([*(old.where if old else []), *places])),
-                made.seconds if made else 0.0,
-            )  # fmt: skip
-        fallbacks = [
-            FallbackRecord(node.split(" = ")[1], node.split(" = ")[0], reason, where, request.phase)
-            for side in sides
-            for node, reason, where in side.fallbacks
-        ]
-        return BuildReport(
-            model=request.model,
-            source=request.source,
-            version=graphc.__version__,
-            symbols=[SymbolRecord(s.name, s.minimum, s.maximum) for s in self.symbols],
-            stages=self.stages,
-            passes=records,
-            buckets=[
-                BucketRecord(
-                    p.phase, p.bucket, dict(p.limits), len(p.steps),
-                    sum(s.kernel is not None for s in p.steps),
-                    sum(s.fallback is not None for s in p.steps),
-                )
-                for p in programs
-            ],
-            memory=[_memory(p, sides) for p in programs],
-            kernels=list(kernels.values()),
-            fallbacks=fallbacks,
-            compile=CompileRecord(
-                len(objects.units), objects.hits, objects.compiled, objects.seconds,
-                compiler.identity, request.isa.level,
-            ),
-            weights_bytes=sum(w.nbytes for w in plan.weights),
-            weights=len(plan.weights),
-            notes=[*request.captured.notes, *objects.notes],
-            tuning=self.tuned,
-        )  # fmt: skip
 
 
 def collect_units(sides: Sequence[Lowered]) -> list[Unit]:
@@ -397,12 +364,13 @@ def _tensor(name: str, type_: TensorType, table: Expressions) -> Tensor:
     )
 
 
-def _symbols(graphs: Sequence[Graph]) -> list[Symbol]:
-    """Every length of the plan; its range is that of all captures together."""
+def _symbols(graphs: Sequence[Graph], called: Graph) -> list[Symbol]:
+    """Every length of the plan; its range is that of all graphs together. `called` has the inputs
+    that tell them. A length that some graph has fixed is in range, too."""
     made: dict[str, Symbol] = {}
     for graph in graphs:
         for info in graph.symbols.values():
-            where = (-1, -1) if info.data else _binding(graphs[0], info.expr)
+            where = (-1, -1) if info.data else _binding(called, info.expr)
             low, high = info.minimum, min(info.maximum, UNBOUNDED)
             if info.name in made:
                 low, high = min(low, made[info.name].minimum), max(high, made[info.name].maximum)
@@ -420,19 +388,3 @@ def _binding(graph: Graph, expr: sympy.Symbol) -> tuple[int, int]:
                 if size == expr or (not exact and size.free_symbols == {expr}):
                     return position, dim
     return -1, -1
-
-
-def _memory(program: Program, sides: Sequence[Lowered]) -> MemoryRecord:
-    lowered = next(s for s in sides if len(s.buffers) == len(program.buffers))
-    intervals = [
-        Interval(
-            buffer.name, buffer.first, buffer.last, buffer.offset,
-            evaluate(info.nbytes, program.limits),
-        )
-        for buffer, info in zip(program.buffers, lowered.buffers, strict=True)
-        if buffer.kind == "arena"
-    ]  # fmt: skip
-    return MemoryRecord(
-        program.phase, program.bucket, program.arena_bytes, program.lower_bound,
-        program.naive_bytes, len(program.steps), intervals,
-    )  # fmt: skip

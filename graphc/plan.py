@@ -183,6 +183,24 @@ class Machine(msgspec.Struct, frozen=True):
     isa: str
 
 
+class DecoderPlan(msgspec.Struct, frozen=True):
+    """How sequences live in a plan's states.
+
+    `rows` are the states of pages [pages, page, W] (page 0 is never handed out), `fixed` those with
+    one entry for each of `slots` sequences, as indices into `Plan.states`. `chunk` is the longest
+    piece of a prompt that one run takes, `batch` the most sequences of a decode, `context` the most
+    tokens of a sequence."""
+
+    page: int
+    pages: int
+    slots: int
+    chunk: int
+    batch: int
+    context: int
+    rows: list[int]
+    fixed: list[int]
+
+
 class Plan(msgspec.Struct, frozen=True):
     """The manifest. Trees of inputs and outputs are JSON: {"tuple": [..]}, {"list": [..]},
     {"dict": [[key, tree], ..]}, {"leaf": i} (input or output i), {"const": scalar} (inputs: a
@@ -208,6 +226,7 @@ class Plan(msgspec.Struct, frozen=True):
     positional_names: list[str] = []  # parameter name of each positional argument
     ranges: list[tuple[int, int, int, str]] = []  # (integer input, lowest value, one past the
     # highest, what it is): inputs used as indices, checked at the boundary
+    decoder: DecoderPlan | None = None
 
 
 class StepWork(msgspec.Struct, frozen=True, array_like=True):

@@ -31,6 +31,19 @@ def load_checkpoint(
     without a cache), encoder-decoders decoder_input_ids [1, S] too, vision models pixel_values
     float [1, channels, height, width]. Results are a dict by transformers' names.
 
+    Raises: as `load_model`.
+    """
+    import transformers
+
+    model, config = load_model(folder, dtype)
+    with contextlib.suppress(ValueError, AttributeError):  # raised by models without experts
+        model.set_experts_implementation(EXPERTS)
+    return _wrapped(transformers, model, config)
+
+
+def load_model(folder: Path, dtype: str | None = None) -> tuple[Any, Any]:
+    """transformers' model of a folder, and its configuration.
+
     Raises:
         UsageError: a file is missing or damaged, or weights are missing.
         UnsupportedError: the checkpoint needs code of its own, or is of an unknown architecture.
@@ -59,11 +72,9 @@ def load_checkpoint(
             f"{config_dict.get('model_type')!r}",
         ) from error
     model = _load_model(transformers, folder, config, dtype)
-    with contextlib.suppress(ValueError, AttributeError):  # raised by models without experts
-        model.set_experts_implementation(EXPERTS)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return _wrapped(transformers, model, config)
+    return model, config
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -284,7 +295,7 @@ def _wrapped(
             f"checkpoints that take {inputs} are not supported",
             hint="write a Python factory with example inputs: file.py:factory",
         )
-    highest = _longest(model, text)
+    highest = longest(model, text)
     length = torch.export.Dim("T", min=1, max=highest)
     size = min(EXAMPLE_LENGTH, highest)
     generator = torch.Generator().manual_seed(0)
@@ -324,7 +335,7 @@ def _is_decoder(transformers: Any, model: Any, config: Any) -> bool:
     return config.model_type in causal and config.model_type not in masked
 
 
-def _longest(model: Any, config: Any) -> int:
+def longest(model: Any, config: Any) -> int:
     """The most tokens the positions of a model hold."""
     highest = LONGEST
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):

@@ -20,15 +20,21 @@ from graphc.lowering.context import View
 from graphc.lowering.expand import expansion
 from graphc.lowering.groups import Grouping, root
 
-#: operators whose rule starts from `self` and writes a part of it, if need be in place
-PARTIAL = frozenset(
-    f"aten.{name}"
-    for name in (
-        "index_copy.default", "index_add.default", "index_fill.int_Scalar", "index_put.default",
-        "_unsafe_index_put.default", "scatter.src", "scatter.value", "scatter_add.default",
-        "slice_scatter.default", "select_scatter.default",
-    )
-)  # fmt: skip
+#: operators whose rule starts from their first argument and writes a part of it, if need be in
+#: place, and the result that is its new content
+PARTIAL: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "aten.index_copy.default", "aten.index_add.default", "aten.index_fill.int_Scalar",
+            "aten.index_put.default", "aten._unsafe_index_put.default", "aten.scatter.src",
+            "aten.scatter.value", "aten.scatter_add.default", "aten.slice_scatter.default",
+            "aten.select_scatter.default", "graphc.append_pages.default",
+        ),
+        0,
+    ),
+    "graphc.delta_rule.default": 1,
+    "graphc.short_convolution.default": 1,
+}  # fmt: skip
 ATTENTION = frozenset(("aten.scaled_dot_product_attention.default", "graphc.attention.default"))
 
 
@@ -133,7 +139,9 @@ class _Finder:
         here = value
         while here is not target:
             node = here.producer
-            if node is None or node.target not in PARTIAL or self.kinds[node][0] != "template":
+            if node is None or PARTIAL.get(node.target) != here.index:
+                return None
+            if self.kinds[node][0] != "template":
                 return None
             if not _alike(here, target) or any(v.type.dtype == "bool" for v in _indices(node)):
                 return None

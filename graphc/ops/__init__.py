@@ -1,7 +1,7 @@
 """The graphc:: operators; importing this package registers them with torch."""
 
 from graphc.ops.attention import attention
-from graphc.ops.cached_attention import cached_attention, paged_attention
+from graphc.ops.cached_attention import cached_attention, paged_attention, position_mask
 from graphc.ops.delta_rule import delta_rule
 from graphc.ops.experts import experts
 from graphc.ops.integer_linear import integer_linear
@@ -15,6 +15,6 @@ from graphc.ops.sparse_attention import latent_attention, sparse_attention
 __all__ = [
     "append_pages", "attention", "cached_attention", "delta_rule", "experts", "gru",
     "integer_linear", "latent_attention", "lightning_indexer", "lstm", "paged_attention",
-    "paged_lightning_indexer", "read_pages", "residual_mix", "short_convolution",
+    "paged_lightning_indexer", "position_mask", "read_pages", "residual_mix", "short_convolution",
     "sparse_attention",
 ]  # fmt: skip

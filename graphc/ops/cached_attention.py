@@ -81,3 +81,15 @@ def paged_attention(
     value = rows[..., heads * size :].reshape(batch, -1, heads, width).transpose(1, 2)
     out = _attend(query, key, value, start, scale=scale, soft_cap=soft_cap, sinks=sinks, back=back)
     return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _mask_meta(start: torch.Tensor, length: int, width: int) -> torch.Tensor:
+    return start.new_empty([start.shape[0], 1, length, width], dtype=torch.bool)
+
+
+@define("position_mask(Tensor start, SymInt length, SymInt width) -> Tensor", _mask_meta)
+def position_mask(start: torch.Tensor, length: int, width: int) -> torch.Tensor:
+    """bool [B, 1, length, width]: query t of sequence b, at position start[b] + t, sees the keys up
+    to there."""
+    position = start[:, None] + torch.arange(length)
+    return torch.arange(width) <= position[:, None, :, None]

@@ -1,0 +1,187 @@
+"""Decoders with state: `build` makes a plan of phases from a checkpoint.
+
+One capture holds for any number of sequences and tokens. The phases are that graph for other
+ranges: prefill (one sequence, up to `chunk` tokens), decode (one token for each of up to `batch`
+sequences).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.export import Dim
+
+from graphc.api import Options, build_captured, pipeline
+from graphc.builder import Side
+from graphc.errors import UsageError
+from graphc.frontends.capture import Captured, capture
+from graphc.frontends.decoder.resolve import opened_decoder
+from graphc.frontends.decoder.stateful import StatefulDecoder
+from graphc.ir.graph import Graph
+from graphc.ir.specialise import specialise
+from graphc.lowering.classify import native_operators
+from graphc.plan import DecoderPlan
+from graphc.report import BuildReport, StageRecord
+from graphc.shapes import Bucket, Shapes
+
+#: what a state holds while the model is traced; the plan's own sizes come afterwards
+TRACED_PAGES, TRACED_SLOTS = 13, 5
+
+#: a piece of a prompt long enough for products at the machine's rate, short enough that what a
+#: layer makes of it stays small
+CHUNK = 2048
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """chunk: tokens of a prompt in one run; batch: sequences of one decode; context: tokens of a
+    sequence; sequences: how many the states have room for at full length."""
+
+    chunk: int
+    batch: int
+    context: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The graphs by phase, and how sequences live in their states."""
+
+    captured: Captured
+    graphs: tuple[tuple[str, Graph], ...]
+    decoder: DecoderPlan
+
+
+def build(
+    model: str | torch.nn.Module,
+    output: Path,
+    options: Options | None = None,
+    *,
+    dtype: str | None = None,
+    chunk: int | None = None,
+    batch: int | None = None,
+    sequences: int | None = None,
+) -> BuildReport:
+    """Builds a causal language model with its states into the plan folder `output`.
+
+    Args:
+        model: a checkpoint folder, a factory, or a module (`graphc.frontends.decoder.resolve`).
+        options: their buckets name contexts; the largest is the most tokens of a sequence.
+        dtype: weights are converted to it.
+        chunk: the most tokens of a prompt in one run [2048].
+        batch: the most sequences of one decode [8].
+        sequences: how many at full length the states have room for [batch].
+
+    Raises GraphcError: one of graphc.errors, with what, where and what to do.
+    """
+    options = options or Options()
+    pipeline(options.disable_pass, options.pass_options)
+    table = Shapes.load(options.shapes)
+    begin = time.perf_counter()
+    if options.progress is not None:
+        options.progress("capture", 0, 0)
+    with opened_decoder(model, dtype=dtype, pages=TRACED_PAGES, slots=TRACED_SLOTS) as found:
+        decoder, longest = found
+        context = max(contexts(table, options.buckets, longest).values())
+        most = batch or BATCH
+        limits = Limits(min(chunk or CHUNK, context), most, context, sequences or most)
+        phases = capture_decoder(decoder, limits, keep=native_operators())
+    stages = (*options.stages, StageRecord("capture", time.perf_counter() - begin))
+    name = model if isinstance(model, str) else type(model).__name__
+    return build_captured(
+        phases.captured, Path(output), replace(options, stages=stages), model=Path(name).name,
+        source="decoder", sides=phase_sides(phases, table, options.buckets),
+        decoder=phases.decoder,
+    )  # fmt: skip
+
+
+def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset[str]) -> Phases:
+    """Captures a decoder and makes the graphs of its phases.
+
+    Raises:
+        CaptureError: it cannot be traced for all lengths.
+    """
+    page = decoder.page
+    columns = -(-limits.context // page)
+    batch = Dim("B", min=1, max=max(2, limits.batch))
+    length = Dim("T", min=1, max=max(2, limits.chunk))
+    shapes = {
+        "input_ids": {0: batch, 1: length},
+        "start": {0: batch},
+        "table": {0: batch, 1: Dim("M", min=1, max=max(2, columns))},
+        "slots": {0: batch},
+    }
+    captured = capture(decoder, (), decoder.example(), shapes, keep=keep)
+    pages = 1 + columns * limits.sequences
+    slots = limits.sequences
+    kinds = {spec.buffer: spec for spec in decoder.specs}
+    sizes: dict[str, tuple[int, ...]] = {}
+    rows: list[int] = []
+    fixed: list[int] = []
+    for position, value in enumerate(captured.graph.states):
+        spec = kinds[value.name]
+        (rows if spec.kind == "rows" else fixed).append(position)
+        sizes[value.name] = (pages, page, *spec.shape) if spec.kind == "rows" else (
+            slots, *spec.shape
+        )  # fmt: skip
+    prefill = specialise(
+        captured.graph, {"B": 1}, {"T": (1, limits.chunk), "M": (1, columns)}, sizes
+    )
+    decode = specialise(
+        captured.graph, {"T": 1}, {"B": (1, limits.batch), "M": (1, columns)}, sizes
+    )
+    facts = DecoderPlan(page, pages, slots, limits.chunk, limits.batch, limits.context, rows, fixed)
+    return Phases(captured, (("prefill", prefill), ("decode", decode)), facts)
+
+
+def contexts(table: Shapes, names: Sequence[str], longest: int) -> dict[str, int]:
+    """Tokens of a sequence by bucket, smallest first: those asked for (a name, or a number of
+    tokens), else all of shapes.yaml that the model has positions for.
+
+    Raises:
+        UsageError: no such bucket, or it is longer than the model's positions.
+    """
+    known = {name: max(limits.values()) for name, limits in table.buckets.items() if limits}
+    if not names:
+        fits = {name: n for name, n in known.items() if n <= longest}
+        return fits or {str(longest): longest}
+    made: dict[str, int] = {}
+    for name in names:
+        tokens = int(name) if name.isdigit() else known.get(name, 0)
+        if not tokens:
+            raise UsageError(
+                f"expected a bucket, found {name!r}",
+                hint=f"one of {', '.join(known)}, or a number of tokens",
+            )
+        if tokens > longest:
+            raise UsageError(
+                f"expected at most {longest} tokens, the positions that the model has, found the "
+                f"bucket {name} with {tokens}"
+            )
+        made[name] = tokens
+    return dict(sorted(made.items(), key=lambda item: item[1]))
+
+
+def phase_sides(phases: Phases, table: Shapes, names: Sequence[str]) -> list[Side]:
+    """What to build: every phase's graph, planned for every context."""
+    facts = phases.decoder
+    asked = contexts(table, names, facts.context)
+    lengths = {"T": facts.chunk, "B": facts.batch}
+
+    def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:
+        made: list[Bucket] = []
+        for name, tokens in asked.items():
+            limits = {s: min(lengths.get(s, high), high) for s, (_, high) in ranges.items()}
+            if "M" in limits:
+                limits["M"] = -(-tokens // facts.page)
+            if "T" in limits:
+                limits["T"] = min(limits["T"], tokens)
+            made.append(Bucket(name, limits))
+        return made
+
+    return [Side(graph, phase, buckets) for phase, graph in phases.graphs]

@@ -1,0 +1,122 @@
+"""The states of a decoder while it runs or is traced: what layers remember between calls.
+
+Two kinds. Rows grow with a sequence and lie in pages (`graphc.ops.pages`): keys and values, latent
+rows, indexer keys. Slots have one fixed shape per sequence: recurrent states, windows of
+convolutions. Whoever adapts a model to graphc (a cache object of transformers, the states of
+`graphc.models`) is a thin layer over this book.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from graphc.errors import InternalError
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """kind "rows": a page has shape [rows, *shape]; "slots": a slot has the shape itself."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def buffer(self) -> str:
+        """The name of the buffer that holds it while it is traced, and of the plan's state."""
+        return "state_" + self.name.replace(".", "_")
+
+
+class Book:
+    """The states of one call.
+
+    Args:
+        start: int32 [B], rows each sequence had before.
+        table: int32 [B, M], its pages.
+        slots: int32 [B], its place in every state of the kind "slots".
+        page: rows of a page.
+        contents: the states before the call by name; None while they are being found out, when
+            every sequence begins here.
+
+    `after` holds the new content of every state that was written.
+    """
+
+    def __init__(
+        self,
+        start: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        page: int,
+        contents: dict[str, torch.Tensor] | None,
+    ) -> None:
+        self.start, self.table, self.slots, self.page = start, table, slots, page
+        self.contents = contents
+        self.specs: dict[str, StateSpec] = {}
+        self.after: dict[str, torch.Tensor] = {}
+        #: the window that the next convolution continues, where the model asks for it beforehand
+        self.pending: str | None = None
+
+    @property
+    def capacity(self) -> torch.types.IntLikeType:
+        """Rows that the tables have room for."""
+        return self.table.shape[1] * self.page
+
+    def append(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The pages with new rows [B, T, Wi], side by side, behind those of each sequence."""
+        given = [part for part in parts if part.shape[-1]]
+        width = sum(int(part.shape[-1]) for part in given)
+        self._declare(StateSpec(name, "rows", (width,), given[0].dtype))
+        if self.contents is None:
+            pages = int(self.table.max()) + 1
+            before = torch.zeros(pages, self.page, width, dtype=given[0].dtype)
+        else:
+            before = self.contents[name]
+        made: torch.Tensor = torch.ops.graphc.append_pages(before, given, self.table, self.start)
+        self.after[name] = made
+        return made
+
+    def read(self, name: str, offset: int, width: int) -> torch.Tensor:
+        """Columns of all rows of each sequence, those just written included: [B, S, width]."""
+        found: torch.Tensor = torch.ops.graphc.read_pages(
+            self.after[name], self.table, offset, width
+        )
+        return found
+
+    def slot_content(self, name: str) -> torch.Tensor | None:
+        """The whole state [N, ...] of the kind "slots"; None while states are being found out."""
+        return None if self.contents is None else self.contents[name]
+
+    def write_slots(self, name: str, content: torch.Tensor) -> None:
+        """The new content of a state of the kind "slots": all of it, or while states are being
+        found out, that of the call's sequences."""
+        self._declare(StateSpec(name, "slots", tuple(map(int, content.shape[1:])), content.dtype))
+        self.after[name] = content
+
+    def _declare(self, spec: StateSpec) -> None:
+        if spec.name in self.specs:
+            raise InternalError(f"the state {spec.name} is written twice in one call")
+        self.specs[spec.name] = spec
+
+
+_CURRENT: ContextVar[Book | None] = ContextVar("graphc_book", default=None)
+
+
+def current_book() -> Book | None:
+    """The book of the call being traced or run, for functions that a model calls by name."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def opened(book: Book) -> Iterator[Book]:
+    """`current_book` answers with `book` inside."""
+    token = _CURRENT.set(book)
+    try:
+        yield book
+    finally:
+        _CURRENT.reset(token)

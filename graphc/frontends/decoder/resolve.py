@@ -1,0 +1,66 @@
+"""From what the user names to a decoder with state.
+
+a folder with config.json      a causal language model of transformers
+pkg.mod:factory, file.py:...   a factory that returns a StatefulDecoder, or a causal language
+                               model of transformers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphc.errors import UsageError
+from graphc.frontends.decoder.stateful import StatefulDecoder, transformers_decoder
+
+FORMS = "a decoder is a checkpoint folder, or a factory (pkg.mod:factory, file.py:factory)"
+
+
+@contextmanager
+def opened_decoder(
+    model: str | torch.nn.Module, *, dtype: str | None, pages: int, slots: int
+) -> Iterator[tuple[StatefulDecoder, int]]:
+    """The decoder, and the most positions it knows; while inside, names of its modules stand for
+    operators of graphc.
+
+    Raises:
+        UsageError: no such model, or it is no causal language model.
+    """
+    found, longest = _found(model, dtype)
+    if isinstance(found, StatefulDecoder):
+        yield found.eval(), longest
+        return
+    from graphc.frontends.decoder.hooks import substituted
+
+    with substituted(found):
+        decoder = transformers_decoder(found, pages=pages, slots=slots).eval()
+        yield decoder, longest
+
+
+def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
+    from graphc.frontends.huggingface import LONGEST, load_model, longest
+
+    module: Any
+    if isinstance(model, torch.nn.Module):
+        module = model
+    elif Path(model).is_dir():
+        module, _ = load_model(Path(model), dtype)
+    elif ":" in model:
+        from graphc.frontends.torch_module import load_factory
+
+        module, _, _, _ = load_factory(model)
+    else:
+        raise UsageError(f"expected a decoder, found {model!r}", hint=FORMS)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    if isinstance(module, StatefulDecoder):
+        return module, LONGEST
+    if not hasattr(module, "config") or not hasattr(module, "prepare_inputs_for_generation"):
+        raise UsageError(
+            f"expected a causal language model, found {type(module).__name__}", hint=FORMS
+        )
+    return module, longest(module, module.config.get_text_config())

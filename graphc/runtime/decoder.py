@@ -1,0 +1,332 @@
+"""Sequences of tokens over one plan: prefill, decode, fork, snapshot, rollback, save, load.
+
+decoder = graphc.runtime.decoder.load("plan-folder")
+sequence = decoder.sequence()
+logits = sequence.prefill(prompt)
+logits = sequence.decode(int(logits.argmax()))
+
+All sequences share the plan, its weights and one pool of pages. What a sequence remembers is in
+pages, which it gets as it grows, and in one slot of fixed size. Pages are shared by forks and
+snapshots until somebody writes into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphc.errors import DamagedError, UsageError
+from graphc.plan import DecoderPlan
+from graphc.runtime.pages import PagePool
+from graphc.runtime.session import Session
+from graphc.runtime.session import load as load_session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import ArrayLike, NDArray
+
+    Logits = NDArray[np.float32]
+
+
+def load(path: Path | str, *, threads: int | None = None, verify: bool = False) -> Decoder:
+    """Loads a plan of a decoder. Arguments and errors as `graphc.runtime.session.load`.
+
+    Raises UsageError if the plan has no decoder's phases.
+    """
+    return Decoder(load_session(path, threads=threads, verify=verify))
+
+
+class Decoder:
+    """The plan at work; made by `load`."""
+
+    def __init__(self, session: Session) -> None:
+        if session.plan.decoder is None:
+            raise UsageError(
+                "expected a plan with the phases prefill and decode, found one without states",
+                where=session.folder,
+                hint="build the model with: graphc build MODEL --generate -o PLAN",
+            )
+        self.session = session
+        self.facts: DecoderPlan = session.plan.decoder
+        self.pool = PagePool(self.facts.pages)
+        self._free_slots = list(range(self.facts.slots - 1, -1, -1))
+        states = list(session.states.values())
+        #: bytes of each page, and of each slot, by state
+        self._pages = [_by_entry(states[i]) for i in self.facts.rows]
+        self._slots = [_by_entry(states[i]) for i in self.facts.fixed]
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of one page in all layers."""
+        return sum(view.shape[1] for view in self._pages)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of what a sequence keeps whatever its length, in all layers."""
+        return sum(view.shape[1] for view in self._slots)
+
+    def sequence(self) -> Sequence:
+        """A new sequence without tokens.
+
+        Raises UsageError: all slots are taken.
+        """
+        return Sequence(self, self._take_slot())
+
+    def decode(self, sequences: Many[Sequence], tokens: ArrayLike) -> Logits:
+        """One more token for each sequence: float32 [B, V], the scores of what follows.
+
+        Raises:
+            UsageError: a sequence is full, appears twice, or there are no pages left; nothing ran.
+        """
+        ids = np.asarray(tokens, np.int64).reshape(-1)
+        if len(sequences) != len(ids):
+            raise UsageError(f"expected {len(sequences)} tokens, found {len(ids)}")
+        if len(set(map(id, sequences))) != len(sequences):
+            raise UsageError("expected different sequences, found one twice")
+        made: list[Logits] = []
+        for first in range(0, len(ids), self.facts.batch):
+            some = sequences[first : first + self.facts.batch]
+            made.append(self._run(some, ids[first : first + len(some), None]))
+        return made[0] if len(made) == 1 else np.concatenate(made)
+
+    # ------------------------------------------------------------ for sequences
+
+    def _run(self, sequences: Many[Sequence], ids: NDArray[np.int64]) -> Logits:
+        """Appends ids [B, T]; the logits [B, V] behind the last of them."""
+        for sequence in sequences:
+            sequence._reserve(ids.shape[1])
+        columns = max(1, *(len(s.pages) for s in sequences))
+        table = np.full((len(sequences), columns), -1, np.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            row[: len(sequence.pages)] = sequence.pages
+        answer = self.session.run(
+            input_ids=ids, start=np.array([s.length for s in sequences], np.int32), table=table,
+            slots=np.array([s.slot for s in sequences], np.int32),
+        )  # fmt: skip
+        for sequence in sequences:
+            sequence.length += ids.shape[1]
+        logits: Logits = answer["logits"][:, -1]
+        return logits
+
+    def _take_slot(self) -> int:
+        if not self._free_slots:
+            raise UsageError(
+                f"expected a free slot, found all {self.facts.slots} sequences in use",
+                hint="close one, or build with room for more sequences",
+            )
+        slot = self._free_slots.pop()
+        for view in self._slots:
+            view[slot] = 0
+        return slot
+
+    def _slot_content(self, slot: int) -> list[NDArray[np.uint8]]:
+        return [view[slot].copy() for view in self._slots]
+
+    def _write_slot(self, slot: int, content: list[NDArray[np.uint8]]) -> None:
+        for view, data in zip(self._slots, content, strict=True):
+            view[slot] = data
+
+    def _own_page(self, page: int) -> int:
+        """A page with the same content that nobody else uses."""
+        if not self.pool.shared(page):
+            return page
+        (copy,) = self.pool.take(1)
+        for view in self._pages:
+            view[copy] = view[page]
+        self.pool.give_back([page])
+        return copy
+
+
+@dataclass
+class Snapshot:
+    """A sequence as it was: `Sequence.rollback` goes back to it, any number of times. It keeps
+    pages in use until it is closed."""
+
+    decoder: Decoder
+    length: int
+    pages: list[int]
+    content: list[Any] = field(repr=False)
+    closed: bool = False
+
+    def close(self) -> None:
+        """Gives the pages back."""
+        if not self.closed:
+            self.decoder.pool.give_back(self.pages)
+        self.closed = True
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Sequence:
+    """Tokens, and what the model remembers of them; made by `Decoder.sequence`."""
+
+    def __init__(self, decoder: Decoder, slot: int) -> None:
+        self.decoder = decoder
+        self.slot = slot
+        self.length = 0
+        self.pages: list[int] = []
+        self.closed = False
+
+    def prefill(self, tokens: ArrayLike) -> Logits:
+        """Appends tokens, in pieces of the plan's chunk: float32 [V], the scores of what follows.
+
+        Raises UsageError: no tokens, or more than fit; the sequence is as it was then.
+        """
+        ids = np.asarray(tokens, np.int64).reshape(-1)
+        if not len(ids):
+            raise UsageError("expected at least one token, found none")
+        self._check(len(ids))
+        chunk = self.decoder.facts.chunk
+        for first in range(0, len(ids), chunk):
+            logits = self.decoder._run([self], ids[None, first : first + chunk])
+        last: Logits = logits[0]
+        return last
+
+    def decode(self, token: int) -> Logits:
+        """Appends one token: float32 [V]."""
+        last: Logits = self.decoder.decode([self], [token])[0]
+        return last
+
+    def fork(self) -> Sequence:
+        """Another sequence with the same past; pages are shared until one of them is written."""
+        decoder = self._open()
+        other = Sequence(decoder, decoder._take_slot())
+        decoder._write_slot(other.slot, decoder._slot_content(self.slot))
+        other.length, other.pages = self.length, decoder.pool.share(self.pages)
+        return other
+
+    def snapshot(self) -> Snapshot:
+        """The sequence as it is now."""
+        decoder = self._open()
+        return Snapshot(
+            decoder, self.length, decoder.pool.share(self.pages), decoder._slot_content(self.slot)
+        )
+
+    def rollback(self, snapshot: Snapshot) -> None:
+        """Everything as it was at the snapshot: pages, recurrent states, windows.
+
+        Raises UsageError: the snapshot is closed or another decoder's.
+        """
+        decoder = self._open()
+        if snapshot.closed or snapshot.decoder is not decoder:
+            raise UsageError("expected an open snapshot of this decoder")
+        pages = decoder.pool.share(snapshot.pages)
+        decoder.pool.give_back(self.pages)
+        self.length, self.pages = snapshot.length, pages
+        decoder._write_slot(self.slot, snapshot.content)
+
+    def save(self, path: Path | str) -> None:
+        """Writes what the model remembers to one .npz file, all or nothing."""
+        from pathlib import Path
+
+        from graphc.files import replacing
+
+        decoder = self._open()
+        arrays: dict[str, NDArray[Any]] = {
+            "model": np.frombuffer(_identity(decoder).encode(), np.uint8),
+            "length": np.array(self.length, np.int64),
+        }
+        for i, view in enumerate(decoder._pages):
+            arrays[f"pages{i}"] = view[self.pages]
+        for i, view in enumerate(decoder._slots):
+            arrays[f"slot{i}"] = view[self.slot]
+        with replacing(Path(path)) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    def load(self, path: Path | str) -> None:
+        """Reads what `save` wrote, in place of what this sequence remembers.
+
+        Raises:
+            DamagedError: the file is not whole; the sequence is as it was.
+            UsageError: it is another model's, or too long for the pages that are free.
+        """
+        decoder = self._open()
+        length, pages, slots = _read(path, decoder)
+        fresh = decoder.pool.take(-(-length // decoder.facts.page))
+        for view, data in zip(decoder._pages, pages, strict=True):
+            view[fresh] = data
+        decoder._write_slot(self.slot, slots)
+        decoder.pool.give_back(self.pages)
+        self.length, self.pages = length, fresh
+
+    def close(self) -> None:
+        """Gives pages and slot back; the sequence is not to be used any more."""
+        if not self.closed:
+            self.decoder.pool.give_back(self.pages)
+            self.decoder._free_slots.append(self.slot)
+        self.closed = True
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open(self) -> Decoder:
+        if self.closed:
+            raise UsageError("expected an open sequence, found a closed one")
+        return self.decoder
+
+    def _check(self, more: int) -> None:
+        context = self._open().facts.context
+        if self.length + more > context:
+            raise UsageError(
+                f"expected at most {context} tokens, found {self.length + more}",
+                hint="build with a larger bucket: graphc build MODEL --generate --bucket "
+                f"{self.length + more}",
+            )
+
+    def _reserve(self, more: int) -> None:
+        """Pages of its own for the next `more` rows."""
+        self._check(more)
+        decoder, page = self.decoder, self.decoder.facts.page
+        first = self.length // page
+        if first < len(self.pages):
+            self.pages[first] = decoder._own_page(self.pages[first])
+        wanted = -(-(self.length + more) // page)
+        self.pages += decoder.pool.take(wanted - len(self.pages))
+
+
+def _by_entry(state: NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of a state, one row for each entry of its first dimension."""
+    return state.view(np.uint8).reshape(state.shape[0], -1)
+
+
+def _identity(decoder: Decoder) -> str:
+    """What two plans have in common that can read each other's sequences."""
+    plan = decoder.session.plan
+    states = "; ".join(f"{s.tensor.name} {s.tensor.dtype} {s.tensor.text[1:]}" for s in plan.states)
+    return f"{plan.model}: {states}"
+
+
+def _read(path: Path | str, decoder: Decoder) -> tuple[int, list[Any], list[Any]]:
+    from zipfile import BadZipFile
+
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            found = {key: stored[key] for key in stored.files}
+        model = bytes(found["model"]).decode()
+        length = int(found["length"])
+        pages = [found[f"pages{i}"] for i in range(len(decoder._pages))]
+        slots = [found[f"slot{i}"] for i in range(len(decoder._slots))]
+    except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
+        raise DamagedError(f"cannot read the sequence: {error}", where=str(path)) from error
+    if model != _identity(decoder):
+        raise UsageError(
+            "expected a sequence of this model, found another model's", where=str(path)
+        )
+    count = -(-length // decoder.facts.page)
+    wanted = [(count, view.shape[1]) for view in decoder._pages]
+    if [p.shape for p in pages] != wanted or [s.shape for s in slots] != [
+        view.shape[1:] for view in decoder._slots
+    ]:
+        raise DamagedError("the sequence's parts have wrong sizes", where=str(path))
+    return length, pages, slots

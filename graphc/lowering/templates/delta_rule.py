@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View, ceildiv, rule
+from graphc.lowering.templates import slots
 from graphc.lowering.templates.operand import ADDEND_TYPES, FAST
 from graphc.lowering.templates.pack import PANEL
-from graphc.lowering.templates.strided import convert, float_bits, start_from, unit
+from graphc.lowering.templates.strided import convert, float_bits, unit
 
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
@@ -35,23 +36,23 @@ def delta_rule(ctx: LoweringContext, node: Node) -> None:
     if after.dtype != "float32":
         raise Refuse(f"a delta rule with states of {after.dtype}")
     decay = _decay(ctx, node)
-    before, slots = _states(ctx, node, after)
+    before, chosen = slots.states(ctx, node, after)
     batch, tokens, heads, width = v.shape
     channels = k.shape[3]
     by_head = len(decay.shape) == 3
     immediates: list[Dim] = [
         tokens, heads, _group(ctx, heads, k.shape[2]), channels, width,
-        after.shape[0] if slots is not None else 0, int(before is None), int(by_head),
+        after.shape[0] if chosen is not None else 0, int(before is None), int(by_head),
         int(bool(node.argument("normalize"))), ADDEND_TYPES[beta.dtype],
         float_bits(float(node.argument("scale"))),
         *(stride for view in (q, k, v, decay, beta, out) for stride in view.strides[:3]),
     ]  # fmt: skip
-    reads = [view for view in (q, k, v, decay, beta, before, slots) if view is not None]
+    reads = [view for view in (q, k, v, decay, beta, before, chosen) if view is not None]
     panels = ceildiv(width, PANEL)
     ctx.kernel(
         unit(ctx, "delta_rule", FAST[v.dtype]),
         f"gc_delta_rule_{FAST[v.dtype]}",
-        pointers=[q, k, v, decay, beta, out, before or after, after, slots or after],
+        pointers=[q, k, v, decay, beta, out, before or after, after, chosen or after],
         immediates=immediates,
         reads=reads,
         writes=[out, after],
@@ -84,23 +85,6 @@ def _decay(ctx: LoweringContext, node: Node) -> View:
     wide = ctx.workspace(view.shape, "float32")
     convert(ctx, ctx.contiguous(value), wide, "delta_rule.decay")
     return wide
-
-
-def _states(ctx: LoweringContext, node: Node, after: View) -> tuple[View | None, View | None]:
-    """(the states before, slots). With slots, states that are not written are in `after` first, and
-    the kernel finds the others there too."""
-    if node.argument("state") is None:
-        return None, None
-    before = ctx.contiguous(node.argument("state"))
-    if before.dtype != "float32":
-        raise Refuse(f"a delta rule with states of {before.dtype}")
-    if node.argument("slots") is None:
-        return before, None
-    slots = ctx.contiguous(node.argument("slots"))
-    if slots.dtype != "int32":
-        raise Refuse(f"slots of {slots.dtype}")
-    start_from(ctx, before, after, "delta_rule.states")
-    return after, slots
 
 
 def _group(ctx: LoweringContext, heads: Dim, key_heads: Dim) -> int:

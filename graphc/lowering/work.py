@@ -164,6 +164,23 @@ def _copied(step: KernelStep) -> tuple[Touched, Touched]:
     return [(source, smaller(_bytes(source), nbytes))], [(target, nbytes)]
 
 
+def _seen_rows(step: KernelStep) -> tuple[Touched, Touched]:
+    """Of a pool of pages the rows that its table has room for, or those that are chosen; see
+    templates/row_source.py."""
+    place = 1 if step.symbol.startswith("attention_latent_") else 2
+    rows, table = step.pointers[place : place + 2]
+    size = _bytes(rows)
+    if table is not rows:
+        row = rows.shape[-1] * itemsize(rows.dtype)
+        size = smaller(as_dim(product((*table.shape, rows.shape[1])) * row), size)
+        if place == 1 and step.pointers[4] is not step.pointers[0]:
+            size = smaller(as_dim(product(step.pointers[4].shape) * row), size)
+    reads = [(v, _bytes(v)) for v in dict.fromkeys(step.read_views) if v is not rows]
+    if "_merge_" not in step.symbol:
+        reads.append((rows, size))
+    return reads, [(v, _bytes(v)) for v in dict.fromkeys(step.write_views)]
+
+
 _PARTLY: dict[str, Callable[[KernelStep], tuple[Touched, Touched]]] = {
     "gc_gather_": _gathered,
     "gc_scatter_set_": _scattered,
@@ -173,6 +190,8 @@ _PARTLY: dict[str, Callable[[KernelStep], tuple[Touched, Touched]]] = {
     "gc_scatter_amin_": _scattered,
     "gc_mapped_copy_": _copied,
     "gc_linear_copy_": _copied,
+    "attention_latent_": _seen_rows,
+    "lightning_indexer_": _seen_rows,
 }
 
 
@@ -238,12 +257,15 @@ def _triangle(n: Dim) -> Dim:
     return n * (n + 1) // 2 if isinstance(n, int) else as_dim(n * (n + 1) / 2)
 
 
+_DOT_PRODUCTS = r"gemm_|attention_|lightning_|conv_(?!depthwise)|gc_grouped|gc_recurrent"
+
+
 def arithmetic(step: KernelStep) -> str:
     """Which peak a Step's operations are compared with: "bf16" and "int8" are dot products of
     that format with wider sums, all else is done in "fp32" ("fp64" for doubles)."""
     dtype = step.pointers[0].dtype if step.pointers else "float32"
     if dtype == "float64":
         return "fp64"
-    if not re.match(r"gemm_|attention_|conv_(?!depthwise)|gc_grouped|gc_recurrent", step.symbol):
+    if not re.match(_DOT_PRODUCTS, step.symbol):
         return "fp32"
     return {"bfloat16": "bf16", "int8": "int8", "uint8": "int8"}.get(dtype, "fp32")

@@ -1,0 +1,161 @@
+"""The Lightning Indexer and attention over latent rows: arithmetic as a share of the core's peak
+where it is what takes time, bytes as a share of a pure read in the same run where few queries meet
+many rows.
+
+Rows lie in shuffled pages of 64. Cases of some queries stand for the mean position of a prefill of
+twice that length: they are at `start`, over a cache of twice as many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.kernels_attention_decode import TOTAL, filled
+from benchmarks.kernels_common import DTYPES, Bench, chosen, reader
+
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """`queries` at position `start` of heads x width; `count` rows are chosen. latent: columns that
+    are values; 0: an indexer. dense: attention over all rows. cold: over as many caches as exceed
+    the processor's."""
+
+    heads: int
+    width: int
+    start: int
+    queries: int
+    count: int = 2048
+    latent: int = 0
+    dense: bool = False
+    cold: bool = False
+    whole: bool = False  # a prefill from position 0
+
+    @property
+    def name(self) -> str:
+        kind = f"latent {self.latent}+{self.width - self.latent}" if self.latent else "indexer"
+        rows = "all" if self.dense else f"{self.count} of"
+        heads = f"{self.heads}" if self.latent else f"{self.heads}x{self.width}"
+        place = "prefill" if self.whole else "decode" if self.cold else f"T={self.queries} in"
+        return f"{kind} {heads} heads, {rows} {self.start} rows, {place}"
+
+    @property
+    def rows(self) -> int:
+        held = (
+            self.start + self.queries if self.cold else self.start if self.whole else 2 * self.start
+        )
+        return -(-held // PAGE) * PAGE
+
+    @property
+    def first(self) -> int:
+        return 0 if self.whole else self.start
+
+    def operations(self) -> int:
+        """Multiply-adds, twice."""
+        seen = range(self.first + 1, self.first + self.queries + 1)
+        if not self.latent:
+            return 2 * self.heads * self.width * sum(n for n in seen if n > self.count)
+        met = sum(n if self.dense else min(n, self.count) for n in seen)
+        return 2 * self.heads * (self.width + self.latent) * met
+
+    def read(self) -> int:
+        """Rows that are read."""
+        return self.count if self.latent and not self.dense else self.start + self.queries
+
+
+CASES = (
+    Case(8, 64, 8192, 8192, 512, whole=True),
+    Case(8, 64, 1024, 64, 512),
+    Case(16, 128, 4096, 64),
+    Case(32, 128, 4096, 64),
+    Case(64, 128, 4096, 64),
+    Case(16, 128, 16384, 64),
+    *(Case(*size, length, 1, cold=True) for size in ((8, 64), (16, 128), (64, 128))
+      for length in (8191, 32767, 131071)),
+    Case(16, 576, 4096, 64, latent=512),
+    Case(8, 576, 4096, 64, latent=512),
+    Case(16, 192, 4096, 64, latent=128),
+    Case(128, 576, 4096, 8, latent=512),
+    Case(16, 576, 65536, 64, latent=512),
+    Case(16, 576, 131071, 1, latent=512, cold=True),
+    *(Case(heads, 576, length, 1, latent=512, dense=True, cold=True)
+      for heads in (8, 16) for length in (8191, 32767)),
+    Case(16, 576, 8191, 4, latent=512, dense=True, cold=True),
+)  # fmt: skip
+
+
+class Calls(nn.Module):
+    """One operator per cache."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+
+    def forward(self, *operands: torch.Tensor) -> list[torch.Tensor]:
+        query, weights, indices, table, start, *caches = operands
+        case, ops = self.case, torch.ops.graphc
+        if case.latent:
+            return [
+                ops.latent_attention(query, pages, table, start, None if case.dense else indices,
+                                     latent=case.latent, scale=case.width**-0.5)
+                for pages in caches
+            ]  # fmt: skip
+        return [
+            ops.paged_lightning_indexer(query, weights, pages, table, start, count=case.count)
+            for pages in caches
+        ]
+
+
+def operands(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """query, weights, indices, table, start."""
+    shape = (1, case.queries, case.heads, case.width)
+    query, weights = torch.randn(shape).to(kind), torch.randn(shape[:3])
+    choices = [
+        torch.randperm(case.first + t + 1)[: case.count].sort().values for t in range(case.queries)
+    ]
+    indices = torch.full((1, case.queries, case.count), -1, dtype=torch.int32)
+    for t, choice in enumerate(choices):
+        indices[0, t, : len(choice)] = choice
+    table = torch.randperm(case.rows // PAGE).view(1, -1).int()
+    return query, weights, indices, table, torch.tensor([case.first], dtype=torch.int32)
+
+
+def _read(bench: Any, caches: Sequence[torch.Tensor], nbytes: int) -> None:
+    for cache in caches:
+        bench(cache.data_ptr(), nbytes)
+
+
+def measure(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> None:
+    """One line per dtype and case."""
+    read = reader(bench.folder)
+    for dtype in dtypes:
+        kind = DTYPES[dtype]
+        for case in cases:
+            size = case.rows * case.width * kind.itemsize
+            count = max(1, TOTAL // size) if case.cold else 1
+            shape = (case.rows // PAGE, PAGE, case.width)
+            caches = [filled(shape, kind, True) for _ in range(count)]
+            inputs = (*operands(case, kind), *caches)
+            run = partial(bench.session(Calls(case), inputs).run, *inputs)
+            nbytes = case.read() * case.width * kind.itemsize
+            times = bench.times({"ours": run, "read": partial(_read, read, caches, nbytes)})
+            rate = 1e-9 * count * case.operations() / times["ours"]
+            text = f"{rate:6.1f} GFLOP/s {100 * rate / bench.peak(dtype):5.1f} % of the peak"
+            if case.cold:
+                share = 100 * times["read"] / times["ours"]
+                rate = 1e-9 * count * nbytes / times["ours"]
+                text += f", {rate:5.1f} GB/s {share:5.1f} % of a read"
+            each = 1e6 * times["ours"] / count / case.queries
+            print(f"{dtype}  {case.name:58s} {each:9.1f} us a query {text}", flush=True)
+
+
+if __name__ == "__main__":
+    with chosen(__doc__, CASES) as asked:
+        measure(*asked)

@@ -1,0 +1,506 @@
+// Attention over rows [latent | rope] that all heads share, chosen by index or all up to the query
+// (graphc/ops/sparse_attention.py: latent_attention). Scores are whole rows times queries; the values
+// are the latent part of the same rows.
+//
+// Scores: the heads of a group are the lanes of a vector, each row is read where it lies by broadcasts,
+// eight rows at a time; nothing is gathered, transposed or added across. With half a vector of heads,
+// a lane is a head and every second item of the row, two of which are broadcast together.
+// Softmax is vertical. Values: columns are lanes, up to eight heads a tile; over bf16 two rows are
+// interleaved in registers, and the sums stay in that order until the end.
+//
+// Rows of types that are not multiplied as they are, are converted a block at a time.
+//
+// ptr = {query, rows, table, start, indices, out, partial}; imm = gc_latent_shape. The first Step runs
+// over batch x queries x chunks x groups of heads. Where there is more than one chunk it leaves records
+// [batch][queries][heads][chunks]{maximum, sum, ..}[latent] in `partial`, of which the second
+// (attention_latent_merge_*, over batch x queries x heads) makes `out`. Chunks depend on lengths alone,
+// so results don't depend on the number of threads.
+#pragma once
+#include "prelude.h"
+
+#include "attention_pack.h"
+#include "attention_tile.h"
+#include "row_source.h"
+#include "vec.h"
+
+struct gc_latent_shape {
+  int64_t queries, heads, width, latent, chunks;
+  int64_t chosen;  // indices per query; 0: all rows
+  int64_t scale;   // bits of a float64
+  int64_t q_b, q_t, q_h, i_b, i_t;
+  gc_row_source rows;
+};
+
+namespace {
+using namespace gc;
+
+constexpr int64_t ROWS = 128;  // rows between rescalings
+constexpr int SCORE_ROWS = 8;
+constexpr int PHASES = GC_VBYTES == 64 ? 2 : 1;     // chains of a score
+constexpr int VALUE_HEADS = GC_VBYTES == 64 ? 8 : 4;
+constexpr int64_t HEAD = 16;   // floats before the sums of a record
+constexpr int64_t CHAIN = 256; // fp32 products in a row that are added up before they join others
+
+GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+GC_INLINE int64_t whole(int64_t n) { return (n + 31) & -32; }
+GC_INLINE double float_of(int64_t bits) { double d; memcpy(&d, &bits, 8); return d; }
+
+// The item at a place of a row, or two items side by side, in all lanes.
+template <class A, int P> GC_INLINE typename A::vec spread(const typename A::item* row) {
+  if constexpr (P == 1) {
+    const vi all = load<int32_t>(row) - vi{};
+    return (typename A::vec)all;
+  } else {
+    typedef int64_t vl __attribute__((vector_size(GC_VBYTES)));
+    const vl all = load<int64_t>(row) - vl{};
+    return (typename A::vec)all;
+  }
+}
+GC_INLINE vf times(vf acc, vf a, vf b) { return acc + a * b; }
+#if defined(__AVX512BF16__)
+GC_INLINE vf times(vf acc, __m512i a, __m512i b) {
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)a);
+}
+#endif
+
+// sums[SCORE_ROWS] of vectors over the steps [0, n) of q [..][VL], P items of a row at a time.
+template <class A, int P>
+GC_INLINE void score_rows(const typename A::item* q, const typename A::item* const* rows, int64_t at,
+                          int64_t n, vf (&sum)[SCORE_ROWS]) {
+  vf acc[PHASES][SCORE_ROWS] = {};
+  const typename A::item* r[SCORE_ROWS];
+#pragma GCC unroll 8
+  for (int j = 0; j < SCORE_ROWS; j++) r[j] = rows[j] + at * P;
+  q += at * VL;
+  int64_t i = 0;
+  for (; i + PHASES <= n; i += PHASES) {
+#pragma GCC unroll 2
+    for (int p = 0; p < PHASES; p++) {
+      const auto qv = load<typename A::vec>(q + (i + p) * VL);
+#pragma GCC unroll 8
+      for (int j = 0; j < SCORE_ROWS; j++)
+        acc[p][j] = times(acc[p][j], spread<A, P>(r[j] + (i + p) * P), qv);
+    }
+  }
+  for (; i < n; i++) {
+    const auto qv = load<typename A::vec>(q + i * VL);
+#pragma GCC unroll 8
+    for (int j = 0; j < SCORE_ROWS; j++) acc[0][j] = times(acc[0][j], spread<A, P>(r[j] + i * P), qv);
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < SCORE_ROWS; j++)
+    sum[j] = PHASES == 2 ? acc[0][j] + acc[PHASES - 1][j] : acc[0][j];
+}
+
+// s[SCORE_ROWS][VL / P]: scores of all heads of the group.
+template <class A, int P>
+GC_INLINE void score_tile(const typename A::item* q, const typename A::item* const* rows, int64_t steps,
+                          float* s) {
+  vf sum[SCORE_ROWS];
+  const int64_t first = std::is_same<A, Floats>::value ? min64(steps, CHAIN) : steps;
+  score_rows<A, P>(q, rows, 0, first, sum);
+  for (int64_t at = first; at < steps; at += CHAIN) {
+    vf more[SCORE_ROWS];
+    score_rows<A, P>(q, rows, at, min64(CHAIN, steps - at), more);
+#pragma GCC unroll 8
+    for (int j = 0; j < SCORE_ROWS; j++) sum[j] += more[j];
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < SCORE_ROWS; j++) {
+    if constexpr (P == 1) {
+      store(s + j * VL, sum[j]);
+    } else {
+#if GC_VBYTES == 64
+      const vf8 even = __builtin_shufflevector(sum[j], sum[j], 0, 2, 4, 6, 8, 10, 12, 14),
+                odd = __builtin_shufflevector(sum[j], sum[j], 1, 3, 5, 7, 9, 11, 13, 15);
+      store(s + j * (VL / 2), even + odd);
+#endif
+    }
+  }
+}
+
+// out[R heads][columns of a tile] = out * change + weights x rows: n columns from `c` on.
+struct FloatColumns {
+  static constexpr int64_t count = 2 * VL;
+  template <int R, bool FULL>
+  static inline __attribute__((always_inline)) void mix(const float* weights, int64_t lanes,
+                                                        const float* const* rows, int64_t n_rows,
+                                                        int64_t c, int64_t n, const float* change,
+                                                        float* out, int64_t ldo) {
+    vf acc[R][2] = {};
+    for (int64_t j = 0; j < n_rows; j++, weights += lanes) {
+      const float* row = rows[j] + c;
+      vf v[2];
+      if (FULL) {
+        v[0] = load<vf>(row);
+        v[1] = load<vf>(row + VL);
+      } else {
+        v[0] = n < VL ? vload(row, First{n}) : load<vf>(row);
+        v[1] = n > VL ? vload(row + VL, First{n - VL}) : vf{};
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const vf w = splat(weights[r]);
+        acc[r][0] += w * v[0];
+        acc[r][1] += w * v[1];
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        float* o = out + r * ldo + v * VL;
+        store(o, load<vf>(o) * change[r] + acc[r][v]);
+      }
+    }
+  }
+  // Where column i of a tile lies.
+  static int64_t place(int64_t i) { return i; }
+};
+
+#if defined(__AVX512BF16__)
+struct PairColumns {
+  static constexpr int64_t count = 32;
+  template <int R, bool FULL>
+  static inline __attribute__((always_inline)) void mix(const uint32_t* weights, int64_t lanes,
+                                                        const uint32_t* const* rows, int64_t n_rows,
+                                                        int64_t c, int64_t n, const float* change,
+                                                        float* out, int64_t ldo) {
+    __m512 acc[R][2] = {};
+    const __mmask32 m = (__mmask32)((1ull << n) - 1);
+    for (int64_t j = 0; j < n_rows; j += 2, weights += lanes) {
+      const bf16 *x = (const bf16*)rows[j] + c, *y = (const bf16*)rows[j + 1] + c;
+      const __m512i even = FULL ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(m, x);
+      const __m512i odd = FULL ? _mm512_loadu_si512(y) : _mm512_maskz_loadu_epi16(m, y);
+      const __m512bh lo = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+      const __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m512bh w = (__m512bh)_mm512_set1_epi32((int)weights[r]);
+        acc[r][0] = _mm512_dpbf16_ps(acc[r][0], lo, w);
+        acc[r][1] = _mm512_dpbf16_ps(acc[r][1], hi, w);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        float* o = out + r * ldo + v * VL;
+        store(o, load<vf>(o) * change[r] + (vf)acc[r][v]);
+      }
+    }
+  }
+  static int64_t place(int64_t i) { return (i >> 2 & 1) * VL + (i >> 3) * 4 + (i & 3); }
+};
+#endif
+
+template <class A> struct Columns { typedef FloatColumns type; };
+#if defined(__AVX512BF16__)
+template <> struct Columns<Pairs> { typedef PairColumns type; };
+#endif
+
+// The rows of a unit of work in turn.
+template <class T> struct RowCursor {
+  const RowSource<T>* source;
+  const int32_t* indices;  // null: consecutive rows
+  int64_t b, seen;         // rows before `seen` are visible
+  int64_t at, left;        // place in the indices or rows, rows still to come
+
+  bool visible(int64_t i) const { return i >= 0 && i < seen; }
+
+  // Takes the rows [first, first + n) of those that are visible.
+  void start(int64_t first, int64_t n) {
+    left = n;
+    at = first;
+    if (!indices) return;
+    for (at = 0;; at++) {
+      if (left == 0 || (visible(indices[at]) && first-- == 0)) return;
+    }
+  }
+  // Up to ROWS rows.
+  int64_t next(const T** rows) {
+    const int64_t n = min64(left, ROWS);
+    left -= n;
+    if (!indices) {
+      source->find(b, at, n, rows);
+      at += n;
+      return n;
+    }
+    for (int64_t k = 0; k < n; at++)
+      if (visible(indices[at])) rows[k++] = source->at(b, indices[at]);
+    return n;
+  }
+};
+
+// T: storage; A: arithmetic; P: items of a row that lanes share out.
+template <class T, class A, int P> struct LatentAttention {
+  typedef typename A::item Item;
+  typedef typename Columns<A>::type Values;
+  static constexpr int64_t LANES = VL / P;
+  static constexpr bool FLOATS = std::is_same<A, Floats>::value, CONVERT = FLOATS && sizeof(T) != 4;
+
+  const gc_args* args;
+  const gc_latent_shape* s;
+  int64_t steps, ldo;
+  float factor;
+  Item* q;  // [steps / P][VL]
+  float *scores, *out, *staged;  // [ROWS][LANES], [LANES][ldo], [ROWS][width]
+  alignas(64) float base[VL], total[VL], change[VL];
+  T* zeros;
+  RowSource<T> source;
+
+  LatentAttention(const gc_args* a) : args(a), s((const gc_latent_shape*)a->imm) {
+    steps = (A::steps(s->width) + P - 1) / P;
+    ldo = whole(s->latent);
+    const float scale = (float)float_of(s->scale);
+    factor = scale == 0.0f ? 1.0f : fabsf(scale) * LOG2E;
+    float* at = (float*)a->scratch;
+    const auto take = [&at](int64_t n) { return (at += n) - n; };
+    scores = take(ROWS * 16);
+    out = take(16 * ldo);
+    q = (Item*)take(16 * whole(s->width));
+    zeros = (T*)take(whole(s->width));
+    staged = CONVERT ? take(ROWS * s->width) : nullptr;
+    memset((void*)zeros, 0, (size_t)s->width * sizeof(T));
+    source = {&s->rows, (const T*)a->ptr[1], (const int32_t*)a->ptr[2], zeros};
+  }
+
+  // Queries of `heads` heads as lanes; lane h * P + p holds the items i * P + p.
+  void load_query(const T* x, int64_t heads) {
+    const float scale = (float)float_of(s->scale);
+    const int64_t items = A::steps(s->width);
+    memset((void*)q, 0, (size_t)(steps * VL) * sizeof(Item));
+    for (int64_t h = 0; h < heads; h++, x += s->q_h)
+      for (int64_t i = 0; i < items; i++) {
+        Item item;
+        if constexpr (FLOATS) {
+          item = scale == 0.0f ? 0.0f : scale < 0.0f ? -to_float(x[i]) : to_float(x[i]);
+        } else {
+          memcpy(&item, x + 2 * i, 4);
+          item = scale == 0.0f ? 0 : scale < 0.0f ? item ^ 0x80008000u : item;
+        }
+        q[i / P * VL + h * P + i % P] = item;
+      }
+  }
+
+  // Rows as they are multiplied, with rows of zeros up to whole tiles.
+  void convert(const T** rows, int64_t n, const Item** items) {
+    const int64_t full = (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS;
+    for (int64_t j = n; j < full; j++) rows[j] = zeros;
+    for (int64_t j = 0; j < full; j++) {
+      if constexpr (CONVERT) {
+        float* row = staged + j * s->width;
+        int64_t i = 0;
+        for (; i + VL <= s->width; i += VL) store(row + i, vload(rows[j] + i, All{}));
+        for (; i < s->width; i++) row[i] = to_float(rows[j][i]);
+        items[j] = row;
+      } else {
+        items[j] = (const Item*)rows[j];
+      }
+    }
+  }
+
+  // Weights of n rows, of which those up to whole tiles are scored; updates maximum and total.
+  void softmax(int64_t n) {
+    const int64_t full = (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS;
+    for (int64_t j = n * LANES; j < full * LANES; j++) scores[j] = NEGATIVE_INFINITY;
+    const int64_t vectors = full / P;
+    vf top[2] = {load<vf>(base), load<vf>(base)};
+    for (int64_t j = 0; j < vectors; j++) top[j % 2] = max_or_first(top[j % 2], load<vf>(scores + j * VL));
+    const vf before = load<vf>(base), now = shared(max_or_first(top[0], top[1]));
+    const vf from = now == NEGATIVE_INFINITY ? vf{} : now;
+    const vf rescale = exp2_weight<true>((before - from) * factor);
+    vf sum[2] = {};
+    if constexpr (P == 1 && !FLOATS) {
+#if defined(__AVX512BF16__)
+      for (int64_t j = 0; j < full; j += 2) {
+        const vf lo = exp2_weight<false>((load<vf>(scores + j * VL) - from) * factor);
+        const vf hi = exp2_weight<false>((load<vf>(scores + (j + 1) * VL) - from) * factor);
+        sum[0] += lo;
+        sum[1] += hi;
+        store(scores + j / 2 * VL, interleaved(lo, hi));
+      }
+#endif
+    } else {
+      for (int64_t j = 0; j < vectors; j++) {
+        const vf e = exp2_weight<FLOATS>((load<vf>(scores + j * VL) - from) * factor);
+        sum[j % 2] += e;
+#if defined(__AVX512BF16__)
+        if constexpr (!FLOATS) {
+          _mm256_storeu_si256((__m256i*)(scores + j * LANES), interleaved(e));
+          continue;
+        }
+#endif
+        store(scores + j * VL, e);
+      }
+    }
+    store(base, now);
+    store(change, rescale);
+    store(total, load<vf>(total) * rescale + (sum[0] + sum[1]));
+  }
+
+  // The maximum of both halves in both.
+  static vf shared(vf x) {
+#if defined(__AVX512F__)
+    if (P == 2) return max_or_first(x, (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4e));
+#endif
+    return x;
+  }
+#if defined(__AVX512BF16__)
+  static __m512i interleaved(vf lo, vf hi) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                           8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
+  }
+  static __m256i interleaved(vf both) {
+    const __m256i order = _mm256_set_epi16(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
+    return _mm256_permutexvar_epi16(order, (__m256i)_mm512_cvtneps_pbh((__m512)both));
+  }
+#endif
+
+  void mix(const Item* const* rows, int64_t n, int64_t heads) {
+    const int64_t full = (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS;
+    const Item* weights = (const Item*)scores;
+    for (int64_t c = 0; c < s->latent; c += Values::count) {
+      const int64_t columns = min64(Values::count, s->latent - c);
+      int64_t h = 0;
+      const auto tiles = [&](auto size) __attribute__((always_inline)) {
+        constexpr int R = decltype(size)::count;
+        for (; h + R <= heads; h += R) {
+          float* o = out + h * ldo + c;
+          if (columns == Values::count)
+            Values::template mix<R, true>(weights + h, LANES, rows, full, c, columns, change + h, o, ldo);
+          else
+            Values::template mix<R, false>(weights + h, LANES, rows, full, c, columns, change + h, o, ldo);
+        }
+      };
+      tiles(Rows<VALUE_HEADS>());
+      tiles(Rows<2>());
+      tiles(Rows<1>());
+    }
+  }
+
+  // The next block's rows into the second level, a few of them at a time.
+  void ask(const T* const* rows, int64_t first, int64_t n) const {
+    const int64_t bytes = s->width * (int64_t)sizeof(T);
+    for (int64_t j = first; j < min64(n, first + SCORE_ROWS); j++)
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)rows[j] + i, 0, 2);
+  }
+
+  // Heads [h0, h0 + heads) of query t of sequence b over chunk `chunk` of its rows.
+  void run(int64_t b, int64_t t, int64_t h0, int64_t heads, int64_t chunk) {
+    load_query((const T*)args->ptr[0] + b * s->q_b + t * s->q_t + h0 * s->q_h, heads);
+    for (int i = 0; i < VL; i++) base[i] = NEGATIVE_INFINITY, total[i] = 0.0f;
+    memset(out, 0, (size_t)(LANES * ldo) * sizeof(float));
+    const int64_t seen = rows_seen((const int32_t*)args->ptr[3], b, t, s->rows.capacity);
+    const int32_t* indices =
+        s->chosen ? (const int32_t*)args->ptr[4] + b * s->i_b + t * s->i_t : nullptr;
+    int64_t count = seen;
+    if (indices) {
+      count = 0;
+      for (int64_t i = 0; i < s->chosen; i++) count += indices[i] >= 0 && indices[i] < seen;
+    }
+    const int64_t piece = ((count + s->chunks - 1) / s->chunks + SCORE_ROWS - 1) & -SCORE_ROWS;
+    const int64_t first = min64(count, chunk * piece), last = min64(count, first + piece);
+    RowCursor<T> cursor{&source, indices, b, seen, 0, 0};
+    cursor.start(first, last - first);
+    const T* rows[2][ROWS];
+    int64_t n = cursor.next(rows[0]);
+    for (int turn = 0; n > 0; turn ^= 1) {
+      const int64_t coming = cursor.next(rows[turn ^ 1]);
+      const Item* items[ROWS];
+      convert(rows[turn], n, items);
+      for (int64_t j = 0; j < n; j += SCORE_ROWS) {
+        score_tile<A, P>(q, items + j, steps, scores + j * LANES);
+        ask(rows[turn ^ 1], j, coming);
+      }
+      softmax(n);
+      mix(items, n, heads);
+      n = coming;
+    }
+    finish(b, t, h0, heads, chunk);
+  }
+
+  void finish(int64_t b, int64_t t, int64_t h0, int64_t heads, int64_t chunk) {
+    for (int64_t h = 0; h < heads; h++) {
+      float sum = 0.0f;
+      for (int p = 0; p < P; p++) sum += total[p * LANES + h];
+      const int64_t row = (b * s->queries + t) * s->heads + h0 + h;
+      const float* o = out + h * ldo;
+      if (s->chunks == 1) {
+        T* to = (T*)args->ptr[5] + row * s->latent;
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        for (int64_t i = 0; i < s->latent; i++) to[i] = (T)(at(o, i) * inverse);
+      } else {
+        float* to = (float*)args->ptr[6] + (row * s->chunks + chunk) * (HEAD + ldo);
+        to[0] = base[h];
+        to[1] = sum;
+        for (int64_t i = 0; i < s->latent; i++) to[HEAD + i] = at(o, i);
+      }
+    }
+  }
+  static float at(const float* o, int64_t i) {
+    return o[i / Values::count * Values::count + Values::place(i % Values::count)];
+  }
+};
+
+template <class T, class A, int P>
+static void attend_units(const gc_args* args, int64_t begin, int64_t end) {
+  LatentAttention<T, A, P> unit(args);
+  const gc_latent_shape* s = unit.s;
+  constexpr int64_t LANES = VL / P;
+  const int64_t groups = (s->heads + LANES - 1) / LANES;
+  for (int64_t u = begin; u < end; u++) {
+    const int64_t h0 = u % groups * LANES, chunk = u / groups % s->chunks;
+    const int64_t row = u / groups / s->chunks;
+    unit.run(row / s->queries, row % s->queries, h0, min64(LANES, s->heads - h0), chunk);
+  }
+}
+
+// scratch: a row of fp32
+template <class T>
+static void merge_chunks(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_latent_shape* s = (const gc_latent_shape*)args->imm;
+  if (s->chunks == 1) return;
+  const float scale = (float)float_of(s->scale);
+  const float factor = scale == 0.0f ? 1.0f : fabsf(scale) * LOG2E;
+  const int64_t step = HEAD + whole(s->latent);
+  float* const x = (float*)args->scratch;
+  for (int64_t i = begin; i < end; i++) {
+    const float* p = (const float*)args->ptr[6] + i * s->chunks * step;
+    float most = NEGATIVE_INFINITY, total = 0.0f;
+    for (int64_t c = 0; c < s->chunks; c++) most = p[c * step] > most ? p[c * step] : most;
+    const float base = most == NEGATIVE_INFINITY ? 0.0f : most;
+    for (int64_t j = 0; j < s->latent; j++) x[j] = 0.0f;
+    for (int64_t c = 0; c < s->chunks; c++) {
+      const float* part = p + c * step;
+      const float change = exp2_negative1((part[0] - base) * factor);
+      total += part[1] * change;
+      for (int64_t j = 0; j < s->latent; j++) x[j] += part[HEAD + j] * change;
+    }
+    T* o = (T*)args->ptr[5] + i * s->latent;
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    for (int64_t j = 0; j < s->latent; j++) o[j] = (T)(x[j] * inverse);
+  }
+}
+
+// Two items of a row share the lanes where the heads take half of them at most.
+template <class T, class A>
+static void attend(const gc_args* args, int64_t begin, int64_t end) {
+#if GC_VBYTES == 64
+  const gc_latent_shape* s = (const gc_latent_shape*)args->imm;
+  if (s->heads <= VL / 2 && A::steps(s->width) % 2 == 0)
+    return attend_units<T, A, 2>(args, begin, end);
+#endif
+  attend_units<T, A, 1>(args, begin, end);
+}
+
+}  // namespace
+
+#define GC_LATENT(TAG, TYPE, ARITHMETIC)                                                         \
+  GC_EXPORT void attention_latent_##TAG(const gc_args* args, int64_t begin, int64_t end) {       \
+    attend<TYPE, ARITHMETIC>(args, begin, end);                                                  \
+  }                                                                                              \
+  GC_EXPORT void attention_latent_merge_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
+    merge_chunks<TYPE>(args, begin, end);                                                        \
+  }

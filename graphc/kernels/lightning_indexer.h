@@ -1,0 +1,276 @@
+// Scores of the Lightning Indexer and the choice of the best, for a block of queries at a time.
+//
+//   I[t, s] = sum_h weights[t, h] * relu(query[t, h] . key[s])        s <= start + t
+//
+// Keys are packed 480 at a time into panels of three vectors of keys (a few per cent of the time: each
+// packed key is scored for all queries of the block). A tile is the dot products of up to eight heads
+// with the keys of a panel, in registers, which are rectified, weighted and added to the scores there:
+// keys are lanes, so nothing is added across. Scores of a block go straight into the query's buffer
+// of candidates (best_positions.h).
+//
+// The dot product of a head is one chain over D, a score one chain over the heads, wherever a key
+// lies and whatever queries come together: a row has the same scores in one piece, in chunks and alone.
+//
+// ptr = {query, weights, keys, table, start, out, partial}; imm = gc_indexer_shape.
+// The first Step runs over batch x chunks x blocks of queries. Where a sequence's keys are cut into
+// chunks, it leaves [batch][queries][chunks] records {n, orders [count], positions [count]} in
+// `partial`, of which the second (lightning_indexer_merge, over batch x queries) makes `out`.
+#pragma once
+#include "prelude.h"
+
+#include "attention_pack.h"
+#include "attention_tile.h"
+#include "best_positions.h"
+#include "row_source.h"
+
+struct gc_indexer_shape {
+  int64_t queries, heads, d, count, chunks, block;
+  int64_t starts;  // 0: every sequence begins at position 0
+  int64_t q_b, q_t, q_h, w_b, w_t, w_h;
+  int64_t weight_type;  // 1 fp32, 2 bf16, 3 fp16
+  gc_row_source keys;
+};
+
+namespace {
+using namespace gc;
+
+constexpr int PANEL_VECTORS = 3, PANEL_KEYS = PANEL_VECTORS * VL;
+#if GC_VBYTES == 64
+constexpr int TILE_HEADS = 8;
+#else
+constexpr int TILE_HEADS = 4;
+#endif
+static_assert(BEST_BLOCK % PANEL_KEYS == 0, "a block is whole panels");
+
+GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+GC_INLINE vf rectified(vf x) { return vf{} > x ? vf{} : x; }  // NaN stays NaN
+
+// scores[PANEL_KEYS] += weights . relu(q [steps][R] . panel [steps][PANEL_KEYS])
+template <class A, int R>
+GC_INLINE void score_tile(const typename A::item* q, const typename A::item* panel, int64_t steps,
+                          const float* weights, float* scores) {
+  vf acc[R][PANEL_VECTORS] = {};
+  for (int64_t i = 0; i < steps; i++, q += R, panel += PANEL_KEYS) {
+    typename A::vec k[PANEL_VECTORS];
+#pragma GCC unroll 3
+    for (int v = 0; v < PANEL_VECTORS; v++) k[v] = load<typename A::vec>(panel + v * VL);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 3
+      for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = A::multiply(acc[r][v], q[r], k[v]);
+    }
+  }
+  vf sum[PANEL_VECTORS];
+#pragma GCC unroll 3
+  for (int v = 0; v < PANEL_VECTORS; v++) sum[v] = load<vf>(scores + v * VL);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 3
+    for (int v = 0; v < PANEL_VECTORS; v++) sum[v] += splat(weights[r]) * rectified(acc[r][v]);
+  }
+#pragma GCC unroll 3
+  for (int v = 0; v < PANEL_VECTORS; v++) store(scores + v * VL, sum[v]);
+}
+
+// Heads of a query in tiles of 8 (or 4), then 4, 2, 1: f(first head, heads as a type).
+template <class F> GC_INLINE void for_heads(int64_t heads, F f) {
+  int64_t h = 0;
+  for (; h + TILE_HEADS <= heads; h += TILE_HEADS) f(h, Rows<TILE_HEADS>());
+  if (TILE_HEADS > 4 && h + 4 <= heads) {
+    f(h, Rows<4>());
+    h += 4;
+  }
+  if (h + 2 <= heads) {
+    f(h, Rows<2>());
+    h += 2;
+  }
+  if (h < heads) f(h, Rows<1>());
+}
+
+template <class A>
+static void score_panel(const typename A::item* q, const typename A::item* panel, int64_t steps,
+                        int64_t heads, const float* weights, float* scores) {
+#pragma GCC unroll 3
+  for (int v = 0; v < PANEL_VECTORS; v++) store(scores + v * VL, vf{});
+  for_heads(heads, [&](int64_t h, auto rows) __attribute__((always_inline)) {
+    score_tile<A, decltype(rows)::count>(q + h * steps, panel, steps, weights + h, scores);
+  });
+}
+
+// Heads of a query as tiles [steps][heads of the tile].
+template <class T>
+static void pack_query(const T* q, int64_t step, int64_t heads, int64_t d, float* dst) {
+  for_heads(heads, [&](int64_t h, auto rows) {
+    constexpr int R = decltype(rows)::count;
+    pack_rows(q + h * step, step, 1, R, d, dst + h * d, R);
+  });
+}
+static inline void pack_query(const bf16* q, int64_t step, int64_t heads, int64_t d, uint32_t* dst) {
+  const int64_t steps = (d + 1) / 2;
+  for_heads(heads, [&](int64_t h, auto rows) {
+    constexpr int R = decltype(rows)::count;
+    for (int r = 0; r < R; r++) {
+      const bf16* row = q + (h + r) * step;
+      uint32_t* out = dst + h * steps + r;
+      for (int64_t i = 0; i < d / 2; i++) memcpy(out + i * R, row + 2 * i, 4);
+      if (d % 2) out[d / 2 * R] = row[d - 1].u;
+    }
+  });
+}
+
+static inline float weight_at(const void* w, int64_t type, int64_t i) {
+  if (type == 1) return ((const float*)w)[i];
+  return type == 2 ? (float)((const bf16*)w)[i] : (float)((const f16*)w)[i];
+}
+
+GC_INLINE int64_t record_size(int64_t count) { return 1 + 2 * count; }
+
+// Everything a thread needs; scratch in 4-byte items, see lowering/templates/lightning_indexer.py.
+template <class T, class A> struct Indexer {
+  typedef typename A::item Item;
+  const gc_args* args;
+  const gc_indexer_shape* s;
+  int64_t steps;
+  Item *panels, *queries;  // [480/PANEL_KEYS][steps][PANEL_KEYS]; [block][heads][steps]
+  float *scores, *weights;
+  int32_t* candidates;
+  RowSource<T> source;
+
+  Indexer(const gc_args* a) : args(a), s((const gc_indexer_shape*)a->imm), steps(A::steps(s->d)) {
+    char* at = (char*)a->scratch;
+    const auto take = [&at](int64_t items) { return (at += items * 4) - items * 4; };
+    scores = (float*)take(BEST_BLOCK);
+    panels = (Item*)take(BEST_BLOCK * s->d);
+    queries = (Item*)take(s->block * s->heads * s->d);
+    weights = (float*)take(s->block * s->heads);
+    T* zeros = (T*)take(s->d);
+    memset((void*)zeros, 0, (size_t)s->d * sizeof(T));
+    candidates = (int32_t*)take(s->block * 2 * best_room(s->count));
+    source = {&s->keys, (const T*)a->ptr[2], (const int32_t*)a->ptr[3], zeros};
+  }
+
+  const int32_t* start() const { return s->starts ? (const int32_t*)args->ptr[4] : nullptr; }
+  int32_t* row(int64_t b, int64_t t) const {
+    return (int32_t*)args->ptr[5] + (b * s->queries + t) * s->count;
+  }
+
+  void load_query(int64_t i, int64_t b, int64_t t) {
+    const T* q = (const T*)args->ptr[0] + b * s->q_b + t * s->q_t;
+    pack_query(q, s->q_h, s->heads, s->d, queries + i * s->heads * steps);
+    for (int64_t h = 0; h < s->heads; h++)
+      weights[i * s->heads + h] =
+          weight_at(args->ptr[1], s->weight_type, b * s->w_b + t * s->w_t + h * s->w_h);
+  }
+
+  void pack_keys(int64_t b, int64_t first, int64_t n) {
+    const T* rows[BEST_BLOCK];
+    source.find(b, first, n, rows);
+    for (int64_t j = 0; j < n; j += PANEL_KEYS)
+      pack_lanes<PANEL_KEYS>(rows + j, min64(PANEL_KEYS, n - j), 1, s->d, panels + j * steps);
+  }
+
+  // Scores query i against the first n packed keys.
+  void score(int64_t i, int64_t n) {
+    const Item* q = queries + i * s->heads * steps;
+    for (int64_t j = 0; j < n; j += PANEL_KEYS)
+      score_panel<A>(q, panels + j * steps, steps, s->heads, weights + i * s->heads, scores + j);
+  }
+
+  // Queries t0 .. t0 + rows of sequence b, chunk `chunk` of their keys.
+  void run(int64_t b, int64_t chunk, int64_t t0, int64_t rows) {
+    const int64_t longest = rows_seen(start(), b, t0 + rows - 1, s->keys.capacity);
+    int64_t first = 0;  // queries before it see no more keys than are wanted: they need no scores
+    for (; first < rows; first++) {
+      const int64_t seen = rows_seen(start(), b, t0 + first, s->keys.capacity);
+      if (seen > s->count) break;
+      if (chunk == 0) put_all(row(b, t0 + first), seen, s->count);
+    }
+    if (first == rows) return;
+    const int64_t even = (longest + s->chunks - 1) / s->chunks;
+    const int64_t piece = (even + PANEL_KEYS - 1) / PANEL_KEYS * PANEL_KEYS;
+    const int64_t begin = min64(longest, chunk * piece), end = min64(longest, begin + piece);
+    BestPositions best[64];
+    for (int64_t i = first; i < rows; i++) {
+      best[i].start(s->count, candidates + i * 2 * best_room(s->count));
+      load_query(i, b, t0 + i);
+    }
+    for (int64_t k = begin; k < end; k += BEST_BLOCK) {
+      const int64_t n = min64(BEST_BLOCK, end - k);
+      pack_keys(b, k, n);
+      for (int64_t i = first; i < rows; i++) {
+        const int64_t seen = rows_seen(start(), b, t0 + i, s->keys.capacity);
+        const int64_t m = min64(n, seen - k);
+        if (m <= 0) continue;
+        score(i, m);
+        best[i].offer(scores, m, k);
+      }
+    }
+    for (int64_t i = first; i < rows; i++) {
+      best[i].finish();
+      if (s->chunks == 1) put(row(b, t0 + i), best[i], s->count);
+      else keep(best[i], b, t0 + i, chunk);
+    }
+  }
+
+  static void put_all(int32_t* out, int64_t n, int64_t count) {
+    for (int64_t j = 0; j < count; j++) out[j] = j < n ? (int32_t)j : -1;
+  }
+  static void put(int32_t* out, const BestPositions& best, int64_t count) {
+    memcpy(out, best.position, (size_t)best.held * 4);
+    for (int64_t j = best.held; j < count; j++) out[j] = -1;
+  }
+  int32_t* record(int64_t b, int64_t t, int64_t chunk) const {
+    return (int32_t*)args->ptr[6] +
+        ((b * s->queries + t) * s->chunks + chunk) * record_size(s->count);
+  }
+  void keep(const BestPositions& best, int64_t b, int64_t t, int64_t chunk) {
+    int32_t* p = record(b, t, chunk);
+    p[0] = (int32_t)best.held;
+    memcpy(p + 1, best.order, (size_t)best.held * 4);
+    memcpy(p + 1 + s->count, best.position, (size_t)best.held * 4);
+  }
+};
+
+template <class T, class A>
+static void index_rows(const gc_args* args, int64_t begin, int64_t end) {
+  Indexer<T, A> indexer(args);
+  const gc_indexer_shape* s = indexer.s;
+  const int64_t blocks = (s->queries + s->block - 1) / s->block;
+  for (int64_t u = begin; u < end; u++) {
+    // The last queries see most: they come first, so that threads end together.
+    const int64_t t0 = (blocks - 1 - u % blocks) * s->block;
+    const int64_t chunk = u / blocks % s->chunks, b = u / blocks / s->chunks;
+    indexer.run(b, chunk, t0, min64(s->block, s->queries - t0));
+  }
+}
+
+// scratch: best_room(count) candidates
+static void merge_rows(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_indexer_shape* s = (const gc_indexer_shape*)args->imm;
+  if (s->chunks == 1) return;
+  const int32_t* start = s->starts ? (const int32_t*)args->ptr[4] : nullptr;
+  for (int64_t i = begin; i < end; i++) {
+    if (rows_seen(start, i / s->queries, i % s->queries, s->keys.capacity) <= s->count) continue;
+    BestPositions best;
+    best.start(s->count, (int32_t*)args->scratch);
+    const int32_t* p = (const int32_t*)args->ptr[6] + i * s->chunks * record_size(s->count);
+    for (int64_t c = 0; c < s->chunks; c++, p += record_size(s->count))
+      best.offer(p + 1, p + 1 + s->count, p[0]);
+    best.finish();
+    int32_t* out = (int32_t*)args->ptr[5] + i * s->count;
+    memcpy(out, best.position, (size_t)best.held * 4);
+    for (int64_t j = best.held; j < s->count; j++) out[j] = -1;
+  }
+}
+
+}  // namespace
+
+#define GC_INDEXER(TAG, TYPE, ARITHMETIC)                                                         \
+  GC_EXPORT void lightning_indexer_##TAG(const gc_args* args, int64_t begin, int64_t end) {       \
+    index_rows<TYPE, ARITHMETIC>(args, begin, end);                                               \
+  }                                                                                               \
+  GC_EXPORT void lightning_indexer_merge_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
+    merge_rows(args, begin, end);                                                                 \
+  }

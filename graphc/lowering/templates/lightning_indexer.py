@@ -1,0 +1,128 @@
+"""The Lightning Indexer (kernels/lightning_indexer.h): scores and choice in one kernel.
+
+Keys are dense or in pages. Neither the scores of all keys nor those of single heads come into
+memory. Of one dtype and instruction set, a query chooses the same keys in a prefill in one piece,
+in chunks of any size and in decoding, however its sequence is stored: its scores are summed up in
+the same order, and ties go to the earlier position.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from torch.utils._sympy.functions import FloorDiv
+
+from graphc.ir.types import dim_max
+from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
+from graphc.lowering.templates.row_source import (
+    RowSource,
+    one_dtype,
+    row_source,
+    same_width,
+    seen_pairs,
+    with_adjacent_items,
+)
+from graphc.lowering.work import smaller
+
+if TYPE_CHECKING:
+    from graphc.ir.graph import Node
+
+#: BEST_BLOCK of best_positions.h
+BLOCK = 480
+#: up to this many queries (known at build time) the keys of a sequence are cut into chunks, for
+#: several threads; chunks of a full cache have this many keys, about
+FEW, CHUNK, MOST_CHUNKS = 8, 4096, 32
+WEIGHT_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
+
+
+@rule("graphc.lightning_indexer.default")
+def dense(ctx: LoweringContext, node: Node) -> None:
+    """query [B, T, Hi, D], weights [B, T, Hi], key [B, S, D] -> int32 [B, T, count].
+
+    Refuses operands of other types than fp32, bf16 and fp16, or of mixed ones.
+    """
+    source = row_source(ctx, node.argument("key"), None, node.argument("start"))
+    _emit(ctx, node, source)
+
+
+@rule("graphc.paged_lightning_indexer.default")
+def paged(ctx: LoweringContext, node: Node) -> None:
+    """The same over keys in pages."""
+    source = row_source(ctx, *(node.argument(name) for name in ("pages", "table", "start")))
+    _emit(ctx, node, source)
+
+
+def _emit(ctx: LoweringContext, node: Any, source: RowSource) -> None:
+    query = with_adjacent_items(ctx, node.argument("query"))
+    weights = ctx.view(node.argument("weights"))
+    count = int(node.argument("count"))
+    kind = one_dtype("an indexer", query, source.rows)
+    if weights.dtype not in WEIGHT_TYPES:
+        raise Refuse(f"an indexer with weights of {weights.dtype}")
+    batch, queries, heads, d = query.shape
+    same_width("an indexer", d, source.width)
+    (out,) = ctx.outputs(node)
+    block, most = _block(ctx, queries, heads)
+    chunks = _chunks(ctx, queries, source.capacity)
+    partial = out
+    if ctx.static(chunks) != 1:
+        partial = ctx.workspace([batch, queries, chunks, 1 + 2 * count], "int32")
+    pointers: list[View] = [query, weights, *source.pointers(), out, partial]
+    immediates: list[Dim] = [
+        queries, heads, d, count, chunks, block, int(source.start is not None),
+        *query.strides[:3], *weights.strides, WEIGHT_TYPES[weights.dtype], *source.immediates(),
+    ]  # fmt: skip
+    room = 2 * (2 * count + BLOCK + 16)
+    unit = Unit(f"lightning_indexer_{kind}", ctx.header(f"lightning_indexer_{kind}.cpp"))
+    ctx.kernel(
+        unit,
+        f"lightning_indexer_{kind}",
+        pointers=pointers,
+        immediates=immediates,
+        reads=pointers[:5],
+        writes=[out] if partial is out else [out, partial],
+        range=batch * chunks * ceildiv(queries, block),
+        grain=1,
+        scratch=4 * (BLOCK * (d + 1) + most * (heads * (d + 1) + room) + d),
+        label=node.name,
+        flops=2 * batch * heads * (d + 1) * _pairs(source.capacity, queries, count),
+    )
+    if partial is not out:
+        ctx.kernel(
+            unit,
+            f"lightning_indexer_merge_{kind}",
+            pointers=pointers,
+            immediates=immediates,
+            reads=[*pointers[:5], partial],
+            writes=[out],
+            range=batch * queries,
+            grain=1,
+            scratch=4 * room,
+            label=f"{node.name}.merge",
+        )
+
+
+def _block(ctx: LoweringContext, queries: Dim, heads: Dim) -> tuple[Dim, int]:
+    """Queries of a unit of work, and how many there may be: so many that packing a key costs
+    little beside scoring it, fewer where there would be too few units for several threads."""
+    known = ctx.static(heads)
+    most = 8 if known is None else max(8, min(32, 256 // max(1, known)))
+    if isinstance(queries, int):
+        return max(8, min(most, queries // 32)), most
+    return sympy.Max(8, sympy.Min(most, FloorDiv(queries, 32))), most
+
+
+def _chunks(ctx: LoweringContext, queries: Dim, capacity: Dim) -> Dim:
+    known = ctx.static(queries)
+    if known is None or known > FEW:
+        return 1
+    if isinstance(capacity, int):
+        return max(1, min(MOST_CHUNKS, capacity // CHUNK))
+    return sympy.Max(1, sympy.Min(MOST_CHUNKS, FloorDiv(capacity, CHUNK)))
+
+
+def _pairs(capacity: Dim, queries: Dim, count: int) -> Dim:
+    """Scores: queries that see no more keys than are wanted have none."""
+    scored = dim_max(0, smaller(queries, capacity - count))
+    return seen_pairs(capacity, scored)

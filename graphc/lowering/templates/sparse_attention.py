@@ -1,0 +1,146 @@
+"""Attention over chosen keys: heads with keys of their own (kernels/sparse_attention.cpp), and
+latent rows that all heads share (kernels/latent_attention.h)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from torch.utils._sympy.functions import FloorDiv
+
+from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
+from graphc.lowering.templates.row_source import (
+    RowSource,
+    one_dtype,
+    row_source,
+    same_width,
+    seen_pairs,
+    with_adjacent_items,
+)
+from graphc.lowering.templates.strided import float_bits, unit
+
+if TYPE_CHECKING:
+    from graphc.ir.graph import Node
+
+#: ROWS and HEAD of latent_attention.h; heads of a group are the lanes of a vector
+ROWS, HEAD, LANES = 128, 16, {"avx512": 16, "avx2": 8, "portable": 4}
+#: up to this many queries (known at build time) the rows of a query are cut into chunks of about
+#: CHUNK of those it may see, for several threads
+FEW, CHUNK, MOST_CHUNKS = 8, 512, 32
+
+
+@rule("graphc.sparse_attention.default")
+def sparse(ctx: LoweringContext, node: Node) -> None:
+    """query [B, H, T, D], key [B, H, S, D], value [B, H, S, Dv], indices [B, T, K] ->
+    [B, T, H, Dv], all with their strides. Refuses operands of mixed types."""
+    q, k, v = (with_adjacent_items(ctx, node.argument(n)) for n in ("query", "key", "value"))
+    kind = one_dtype("sparse attention", q, k, v)
+    same_width("sparse attention", q.shape[-1], k.shape[-1])
+    indices, start = _positions(ctx, node)
+    (out,) = ctx.outputs(node)
+    batch, heads, queries, d = q.shape
+    dv, chosen = v.shape[-1], indices.shape[-1]
+    pointers = [q, k, v, indices, start or indices, out]
+    ctx.kernel(
+        unit(ctx, "sparse_attention", kind),
+        f"gc_sparse_attention_{kind}",
+        pointers=pointers,
+        immediates=[
+            queries, heads, k.shape[2], d, dv, chosen, float_bits(node.argument("scale")),
+            int(start is not None), *(q.strides[i] for i in (0, 1, 2)), *k.strides[:3],
+            *v.strides[:3], *indices.strides[:2],
+        ],
+        reads=pointers[:5],
+        writes=[out],
+        range=batch * queries * heads,
+        grain=1,
+        scratch=4 * (2 * (chosen + 4 + 16) + d + dv + 32),
+        label=node.name,
+        flops=2 * batch * heads * seen_pairs(k.shape[2], queries, chosen) * (d + dv),
+    )  # fmt: skip
+
+
+def _positions(ctx: LoweringContext, node: Any) -> tuple[View, View | None]:
+    indices = with_adjacent_items(ctx, node.argument("indices"))
+    start = node.argument("start")
+    start = None if start is None else ctx.contiguous(start)
+    if indices.dtype != "int32" or (start is not None and start.dtype != "int32"):
+        raise Refuse("indices and starts that are not int32")
+    return indices, start
+
+
+@rule("graphc.latent_attention.default")
+def latent(ctx: LoweringContext, node: Node) -> None:
+    """query [B, T, H, W], pages [N, P, W] (, indices [B, T, K]) -> [B, T, H, latent].
+
+    Refuses operands of mixed types, and rows of an odd number of bf16.
+    """
+    query = with_adjacent_items(ctx, node.argument("query"))
+    places = (node.argument(name) for name in ("pages", "table", "start"))
+    source = row_source(ctx, *places)
+    kind = one_dtype("latent attention", query, source.rows)
+    width = ctx.static(source.width)
+    same_width("latent attention", query.shape[-1], source.width)
+    if kind == "bf16" and (width is None or width % 2):
+        raise Refuse("rows of an odd number of bf16")
+    indices = None
+    if node.argument("indices") is not None:
+        indices, _ = _positions(ctx, node)
+    _emit_latent(ctx, node, query, source, indices, kind)
+
+
+def _emit_latent(
+    ctx: LoweringContext, node: Any, query: View, source: RowSource, indices: View | None, kind: str
+) -> None:
+    batch, queries, heads, width = query.shape
+    columns = int(node.argument("latent"))
+    (out,) = ctx.outputs(node)
+    chosen: Dim = 0 if indices is None else indices.shape[-1]
+    chunks = _chunks(ctx, queries, source.capacity if indices is None else chosen)
+    record = HEAD + 32 * ceildiv(columns, 32)
+    partial = out
+    if ctx.static(chunks) != 1:
+        partial = ctx.workspace([batch, queries, heads, chunks, record], "float32")
+    pointers = [query, *source.pointers(), indices or query, out, partial]
+    walks = (0, 0) if indices is None else indices.strides[:2]
+    immediates: list[Dim] = [
+        queries, heads, width, columns, chunks, chosen, float_bits(node.argument("scale")),
+        *query.strides[:3], *walks, *source.immediates(),
+    ]  # fmt: skip
+    unit = Unit(f"latent_attention_{kind}", ctx.header(f"latent_attention_{kind}.cpp"))
+    pairs = seen_pairs(source.capacity, queries, None if indices is None else chosen)
+    ctx.kernel(
+        unit,
+        f"attention_latent_{kind}",
+        pointers=pointers,
+        immediates=immediates,
+        reads=pointers[:5],
+        writes=[out] if partial is out else [out, partial],
+        range=batch * queries * chunks * ceildiv(heads, LANES[ctx.isa]),
+        grain=1,
+        scratch=4 * (ROWS * (16 + width) + 16 * (record + width + 32) + width + 32),
+        label=node.name,
+        flops=2 * batch * heads * pairs * (width + columns),
+    )
+    if partial is not out:
+        ctx.kernel(
+            unit,
+            f"attention_latent_merge_{kind}",
+            pointers=pointers,
+            immediates=immediates,
+            reads=[*pointers[:5], partial],
+            writes=[out],
+            range=batch * queries * heads,
+            grain=1,
+            scratch=4 * record,
+            label=f"{node.name}.merge",
+        )
+
+
+def _chunks(ctx: LoweringContext, queries: Dim, rows: Dim) -> Dim:
+    known = ctx.static(queries)
+    if known is None or known > FEW:
+        return 1
+    if isinstance(rows, int):
+        return max(1, min(MOST_CHUNKS, rows // CHUNK))
+    return sympy.Max(1, sympy.Min(MOST_CHUNKS, FloorDiv(rows, CHUNK)))

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from cli.options import BuildOptions, build_options
+from cli.options import BuildOptions, build_options, decoder_options
 from cli.render import print_build, print_json
+from graphc.errors import UsageError
 
 
 @click.command()
@@ -22,6 +23,12 @@ from cli.render import print_build, print_json
     help="Folder of the plan; replaced if it holds one.",
 )
 @build_options
+@click.option(
+    "--generate",
+    is_flag=True,
+    help="Build a language model with its states: prefill and decode, for `graphc generate`.",
+)
+@decoder_options
 @click.option("--verify", is_flag=True, help="Run the graph before and after each pass, compare.")
 @click.option(
     "--dump-passes",
@@ -33,6 +40,9 @@ from cli.render import print_build, print_json
 def build(
     model: str,
     output: Path,
+    generate: bool,
+    chunk: int | None,
+    batch: int | None,
     verify: bool,
     dump_passes: Path | None,
     as_json: bool,
@@ -44,9 +54,16 @@ def build(
     Hugging Face checkpoint, or `demo`. A factory returns an nn.Module, or (module, args) or
     (module, args, kwargs) with example inputs.
     """
-    report = BuildOptions(**options).build(
-        model, output, verify=verify, dump_passes=dump_passes, quiet=as_json
-    )
+    build = BuildOptions(**options)
+    if generate:
+        report = build.build_decoder(
+            model, output, chunk=chunk, batch=batch, verify=verify, dump_passes=dump_passes,
+            quiet=as_json,
+        )  # fmt: skip
+    elif chunk or batch:
+        raise UsageError("expected --generate with --chunk and --batch")
+    else:
+        report = build.build(model, output, verify=verify, dump_passes=dump_passes, quiet=as_json)
     if as_json:
         print_json({"plan": str(output), "report": report.to_dict()})
     else:

@@ -23,6 +23,7 @@ from graphc.errors import GraphcError
 COMMANDS = {
     "build": ("cli.build", "Compile a model into a plan."),
     "run": ("cli.run", "Run a plan, or build a model and run it."),
+    "generate": ("cli.generate", "Continue a prompt with a language model."),
     "inspect": ("cli.inspect", "Show what a plan holds and how it came about."),
     "verify": ("cli.verify", "Check every pass numerically; find the one that breaks."),
     "bench": ("cli.bench", "Time a model against torch, ONNX Runtime and OpenVINO."),

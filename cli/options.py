@@ -69,6 +69,19 @@ _BUILD_OPTIONS = [
 ]
 
 
+_DECODER_OPTIONS = [
+    click.option("--chunk", type=click.IntRange(1), help="Prompt tokens of one run [2048]."),
+    click.option("--batch", type=click.IntRange(1), help="Sequences of one decode [8]."),
+]
+
+
+def decoder_options(function: Command) -> Command:
+    """Adds the options of a decoder's build to a command."""
+    for option in reversed(_DECODER_OPTIONS):
+        function = option(function)
+    return function
+
+
 def build_options(function: Command) -> Command:
     """Adds the options of a build to a command; they arrive in `BuildOptions.of(kwargs)`."""
     for option in reversed(_BUILD_OPTIONS):
@@ -118,6 +131,51 @@ class BuildOptions:
                 isa=None if self.isa == "native" else self.isa,
                 tune=self.tune,
                 progress=show,
+            )
+
+    def build_decoder(
+        self,
+        model: str,
+        output: Path,
+        *,
+        chunk: int | None = None,
+        batch: int | None = None,
+        verify: bool = False,
+        dump_passes: Path | None = None,
+        quiet: bool = False,
+    ) -> BuildReport:
+        """Builds a causal language model with its states into the folder `output`.
+
+        Raises:
+            UsageError: options that say what a plain model's inputs are.
+        """
+        from graphc.errors import UsageError
+
+        if self.inputs or self.dynamic or self.phase:
+            raise UsageError(
+                "expected none of --input, --dynamic and --phase: a decoder's inputs and phases "
+                "are known",
+                hint="--bucket, --chunk and --batch say how long prompts and sequences may be",
+            )
+        check_model(model)
+        from graphc import api, decoders
+
+        with progress(quiet) as show:
+            options = api.Options(
+                shapes=self.shapes,
+                buckets=self.buckets,
+                disable_pass=self.disable_pass,
+                pass_options=self.pass_options,
+                verify=verify,
+                dump_passes=dump_passes,
+                require_cached=self.require_cached,
+                jobs=self.jobs,
+                isa=None if self.isa == "native" else self.isa,
+                progress=show,
+                tune=self.tune,
+            )
+            return decoders.build(
+                model, output, options, dtype=self.dtype, chunk=chunk, batch=batch
             )
 
     def bisect(self, model: str, *, rtol: float, atol: float) -> BisectRecord | None:

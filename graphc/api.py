@@ -89,9 +89,10 @@ def build_captured(
     variants: Sequence[Captured] = (),
     sides: Sequence[Side] = (),
     decoder: DecoderPlan | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> BuildReport:
     """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
-    `sides`, these graphs of it (the phases of a decoder)."""
+    `sides`, these graphs of it (the phases of a decoder). `files` are put beside the plan's own."""
     from cache.store import Store
     from graphc.ir.text import print_graph
     from graphc.rewrite import run_passes
@@ -140,6 +141,7 @@ def build_captured(
                 text=lambda graph: print_graph(graph, contents=False),
                 tune=tuner.tune if tuner else None,
                 decoder=decoder,
+                files=files or {},
             )
         )
     finally:

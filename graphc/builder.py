@@ -88,6 +88,7 @@ class Request:
     text: Callable[[Graph], str] | None = None
     tune: Tune | None = None  # measures what rules leave open; None: their defaults
     decoder: DecoderPlan | None = None
+    files: Mapping[str, Content] = field(default_factory=dict)  # further files of the plan folder
 
 
 def build_plan(request: Request) -> BuildReport:
@@ -251,6 +252,7 @@ class _Build:
                 notes=request.captured.notes, tuning=self.tuned,
             )  # fmt: skip
             files: dict[str, Content] = {
+                **request.files,
                 KERNELS: library,
                 WEIGHTS: Path(folder) / WEIGHTS,
                 "report.json": report.to_json(),

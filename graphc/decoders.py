@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from torch.export import Dim
+from torch.utils._sympy.functions import Min
 
 from graphc.api import Options, build_captured, pipeline
 from graphc.builder import Side
@@ -35,6 +37,7 @@ TRACED_PAGES, TRACED_SLOTS = 13, 5
 #: layer makes of it stays small
 CHUNK = 2048
 BATCH = 8
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,27 @@ def build(
         most = batch or BATCH
         limits = Limits(min(chunk or CHUNK, context), most, context, sequences or most)
         phases = capture_decoder(decoder, limits, keep=native_operators())
+        text, files, stop = _text(model, decoder)
     stages = (*options.stages, StageRecord("capture", time.perf_counter() - begin))
     name = model if isinstance(model, str) else type(model).__name__
     return build_captured(
         phases.captured, Path(output), replace(options, stages=stages), model=Path(name).name,
         source="decoder", sides=phase_sides(phases, table, options.buckets),
-        decoder=phases.decoder,
+        decoder=structs.replace(phases.decoder, stop=stop, text=text), files=files,
     )  # fmt: skip
+
+
+def _text(
+    model: str | torch.nn.Module, decoder: StatefulDecoder
+) -> tuple[str, dict[str, str], list[int]]:
+    """How text becomes tokens, the files that takes, and the tokens that end a text."""
+    stop = list(decoder.stop)
+    if decoder.bytes_are_tokens:
+        return "bytes", {}, stop
+    place = Path(model) / TOKENIZER if isinstance(model, str) else None
+    if place is None or not place.is_file():
+        return "", {}, stop
+    return "tokenizer", {TOKENIZER: place.read_text(encoding="utf-8")}, stop
 
 
 def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset[str]) -> Phases:
@@ -129,14 +146,28 @@ def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset
         sizes[value.name] = (pages, page, *spec.shape) if spec.kind == "rows" else (
             slots, *spec.shape
         )  # fmt: skip
-    prefill = specialise(
-        captured.graph, {"B": 1}, {"T": (1, limits.chunk), "M": (1, columns)}, sizes
-    )
-    decode = specialise(
-        captured.graph, {"T": 1}, {"B": (1, limits.batch), "M": (1, columns)}, sizes
-    )
+    one, many = {"B": 1}, {"T": 1}
+    graphs: list[tuple[str, Graph]] = []
+    for low, high in _stretches(captured.graph, page, columns):
+        tokens, batch_range, room = (1, limits.chunk), (1, limits.batch), (low, high)
+        prefill = specialise(captured.graph, one, {"T": tokens, "M": room}, sizes)
+        decode = specialise(captured.graph, many, {"B": batch_range, "M": room}, sizes)
+        graphs += [("prefill", prefill), ("decode", decode)]
     facts = DecoderPlan(page, pages, slots, limits.chunk, limits.batch, limits.context, rows, fixed)
-    return Phases(captured, (("prefill", prefill), ("decode", decode)), facts)
+    return Phases(captured, tuple(graphs), facts)
+
+
+def _stretches(graph: Graph, page: int, columns: int) -> list[tuple[int, int]]:
+    """Ranges of the pages of a sequence within which the choice of keys is of one kind: up to
+    top-k tokens all are chosen, beyond it the best."""
+    cuts: set[int] = set()
+    for dim in (d for n in graph.nodes for v in n.outputs for d in getattr(v.type, "shape", ())):
+        if not isinstance(dim, int):
+            for least in dim.atoms(Min):
+                counts = [int(a) for a in least.args if a.is_Integer]
+                cuts |= {count // page for count in counts}
+    ends = [*sorted(cut for cut in cuts if 0 < cut < columns), columns]
+    return list(zip([1, *(end + 1 for end in ends)], ends, strict=False))
 
 
 def contexts(table: Shapes, names: Sequence[str], longest: int) -> dict[str, int]:

@@ -189,7 +189,8 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     `rows` are the states of pages [pages, page, W] (page 0 is never handed out), `fixed` those with
     one entry for each of `slots` sequences, as indices into `Plan.states`. `chunk` is the longest
     piece of a prompt that one run takes, `batch` the most sequences of a decode, `context` the most
-    tokens of a sequence."""
+    tokens of a sequence. `stop` are the tokens that end a text; `text` says how text becomes
+    tokens: "bytes" (a token is a byte), "tokenizer" (tokenizer.json of the plan), "" (unknown)."""
 
     page: int
     pages: int
@@ -199,6 +200,8 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     context: int
     rows: list[int]
     fixed: list[int]
+    stop: list[int] = []
+    text: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -1,18 +1,22 @@
 """The pipeline, in order, to be read aloud. One file a pass, named as the pass."""
 
 from graphc.rewrite import Pass
+from passes.fusion.absorbed_latent import AbsorbedLatent
 from passes.fusion.activation import Activation
 from passes.fusion.attention import Attention
 from passes.fusion.causal_attention import CausalAttention
 from passes.fusion.grouped_query import GroupedQuery
 from passes.fusion.layer_norm import LayerNorm
+from passes.fusion.lightning_indexer import LightningIndexer
 from passes.fusion.merged_linear import MergedLinear
+from passes.fusion.paged_attention import PagedAttention
 from passes.fusion.rms_norm import RmsNorm
 from passes.fusion.softmax import Softmax
 from passes.fusion.split_attention import SplitAttention
 from passes.quantization.integer_conv import IntegerConv
 from passes.quantization.integer_linear import IntegerLinear
 from passes.simplify.arithmetic import Arithmetic
+from passes.simplify.assembled import Assembled
 from passes.simplify.common_subexpressions import CommonSubexpressions
 from passes.simplify.constant_folding import ConstantFolding
 from passes.simplify.dead_code import DeadCode
@@ -40,6 +44,10 @@ PIPELINE: tuple[Pass, ...] = (
     Attention(),  # scores never in memory
     CausalAttention(),  # half the work where the mask is a triangle
     GroupedQuery(),  # keys and values read once per group of heads
+    LightningIndexer(),  # scores and choice of keys in one, or no choice at all
+    Assembled(),  # keys filled part by part, before absorption looks at their parts
+    AbsorbedLatent(),  # keys and values are not expanded for chosen keys, or for one token
+    PagedAttention(),  # what is left reads the pages themselves
     MergedLinear(),  # after attention: products of one input become one
     ViewSimplification(),  # what the rewrites above left between views
     CommonSubexpressions(),

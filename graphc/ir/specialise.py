@@ -9,6 +9,8 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import Max, Min
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from graphc.errors import InternalError, UsageError
 from graphc.ir.graph import Graph, Guard, Node, Value, make_node, map_tree, prune
@@ -70,7 +72,25 @@ class _Specialiser:
                 yield Guard(condition, guard.text)
 
     def _dim(self, dim: Any) -> Dim:
-        return dim if isinstance(dim, int) else as_dim(sympy.sympify(dim).xreplace(self.fixed))
+        if isinstance(dim, int):
+            return dim
+        return as_dim(self._decided(sympy.sympify(dim).xreplace(self.fixed)))
+
+    def _decided(self, expr: sympy.Expr) -> sympy.Expr:
+        """The expression without minima and maxima that the ranges decide."""
+        if not expr.has(Min, Max):
+            return expr
+        ranges = {s.expr: ValueRanges(s.minimum, s.maximum) for s in self.symbols.values()}
+        clear: dict[sympy.Expr, sympy.Expr] = {}
+        for found in expr.atoms(Min, Max):
+            bounds = [(a, bound_sympy(a, ranges)) for a in found.args]
+            for argument, own in bounds:
+                others = [b for a, b in bounds if a is not argument]
+                if isinstance(found, Min) and all(own.upper <= b.lower for b in others):
+                    clear[found] = argument
+                if isinstance(found, Max) and all(own.lower >= b.upper for b in others):
+                    clear[found] = argument
+        return expr.xreplace(clear)
 
     def _of(self, item: Any) -> Any:
         if isinstance(item, Value):

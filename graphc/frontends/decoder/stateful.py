@@ -8,7 +8,7 @@ of its state is zero when it begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,15 +29,19 @@ class StatefulDecoder(torch.nn.Module):
         model: the module that holds the weights.
         forward: runs it on a book.
         pages, slots: how many the states have room for; one page is never handed out.
+        stop: tokens that end a text.
+        bytes_are_tokens: token i is the byte i.
     """
 
     def __init__(
         self, model: torch.nn.Module, forward: Forward, *, pages: int, slots: int,
-        page: int = PAGE, every: bool = False,
+        page: int = PAGE, every: bool = False, stop: Sequence[int] = (),
+        bytes_are_tokens: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
         self.page = page
+        self.stop, self.bytes_are_tokens = tuple(stop), bytes_are_tokens
         self._forward, self._every = forward, every
         self.specs: tuple[StateSpec, ...] = tuple(self._found().values())
         for spec in self.specs:
@@ -96,4 +100,6 @@ def transformers_decoder(model: Any, **options: Any) -> StatefulDecoder:
         logits: torch.Tensor = answer.logits
         return logits
 
-    return StatefulDecoder(model, run, **options)
+    stop = getattr(model.generation_config, "eos_token_id", None)
+    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    return StatefulDecoder(model, run, stop=stop, **options)

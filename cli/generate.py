@@ -1,0 +1,128 @@
+"""`graphc generate PLAN_OR_MODEL --prompt TEXT`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.measure import peak_memory, since_process_start
+from cli.options import BuildOptions, build_options, decoder_options
+from cli.plans import is_plan, plan_place
+from cli.render import duration, print_json
+from graphc.errors import UsageError
+
+
+@click.command()
+@click.argument("target", metavar="PLAN_OR_MODEL")
+@click.option("--prompt", help="Text to continue.")
+@click.option("--ids", metavar="1,2,3|@FILE.npy", help="Tokens to continue.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Of the best K tokens only.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Of this probability.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of the executor [all cores].")
+@build_options
+@decoder_options
+@click.option("--json", "as_json", is_flag=True, help="Print tokens and figures as JSON.")
+def generate(
+    target: str,
+    prompt: str | None,
+    ids: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    threads: int | None,
+    chunk: int | None,
+    batch: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Continue a prompt, token by token.
+
+    PLAN_OR_MODEL is a plan that `graphc build --generate` made, or a model, which is built into
+    the cache folder first. The text goes to stdout as it comes; tokens per second go to stderr.
+    """
+    from graphc.runtime.decoder import load
+    from graphc.runtime.generation import Timing
+    from graphc.runtime.generation import generate as following
+    from graphc.runtime.sampling import Sampler
+
+    if (prompt is None) == (ids is None):
+        raise UsageError("expected either --prompt or --ids")
+    sampler = Sampler(temperature, top_k, top_p, seed)
+    folder = Path(target)
+    if not is_plan(folder):
+        build = BuildOptions(**options)
+        folder = plan_place(target, ("generate", build, chunk, batch))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        build.build_decoder(target, folder, chunk=chunk, batch=batch, quiet=as_json)
+    decoder = load(folder, threads=threads)
+    from cli.tokens import Tokens
+
+    tokens = Tokens(folder, decoder.facts)
+    given = tokens.encode(prompt) if prompt is not None else read_ids(ids or "")
+    timing, made = Timing(), list[int]()
+    text, said = tokens.stream(), ""
+    first_token = 0.0
+    with decoder.sequence() as sequence:
+        for token in following(
+            sequence, given, max_new_tokens=max_new_tokens, sampler=sampler,
+            stop=frozenset(decoder.facts.stop), timing=timing,
+        ):  # fmt: skip
+            first_token = first_token or since_process_start()
+            made.append(token)
+            if token not in decoder.facts.stop:
+                said += (piece := text(token))
+                if not as_json:
+                    click.echo(piece, nl=False)
+    if as_json:
+        print_json(
+            {
+                "plan": str(folder),
+                "prompt": given,
+                "tokens": made,
+                "text": said if decoder.facts.text else None,
+                "first_token_s": first_token,
+                "prefill_s": timing.prefill_seconds,
+                "prefill_tokens_per_s": timing.prefill_rate,
+                "decode_s": timing.decode_seconds,
+                "decode_tokens_per_s": timing.decode_rate,
+                "threads": decoder.session.threads,
+                "peak_memory": peak_memory(),
+            }
+        )
+        return
+    click.echo()
+    click.echo(
+        f"prompt {timing.prompt_tokens} tokens, {timing.prefill_rate:.0f}/s; new "
+        f"{timing.new_tokens}, {timing.decode_rate:.1f}/s; first token "
+        f"{duration(first_token)} after process start",
+        err=True,
+    )
+
+
+def read_ids(text: str) -> list[int]:
+    """Tokens of "1,2,3" or of a .npy file.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if text.startswith("@"):
+        import numpy as np
+
+        try:
+            array = np.load(text[1:], allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"expected a .npy file of tokens: {error}", where=text[1:]) from error
+        if array.dtype.kind not in "iu":
+            raise UsageError(f"expected integers, found {array.dtype}", where=text[1:])
+        return [int(i) for i in array.reshape(-1)]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"expected tokens such as 1,2,3, found {text!r}") from error

@@ -7,8 +7,8 @@ Inside a chunk of C tokens, with G the sum of the log-decays so far (Kimi Linear
     W = T beta (k exp G)       U = T beta v       K = k exp(G_last - G)
     u = U - W S       o = scale q exp(G) S + P u       S' = exp(G_last) S + K^T u
 
-Only S goes from chunk to chunk: S' = (diag exp(G_last) - K^T W) S + K^T U. exp(G_i - G_j) is never
-the product of exp(G_i) and exp(-G_j), which overflows: both go over a row between i and j.
+Only S goes from chunk to chunk: S' = (diag exp(G_last) - K^T W) S + K^T U. exp(G_i - G_j) as the
+product of exp(G_i) and exp(-G_j) overflows: both go over a row between i and j.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch.nn import functional as F
 
 #: under the root of the sum of squares, as in fla and transformers
 NORM_EPS = 1e-6
+#: tokens in a chunk, where no log-decay is below -BOUND: half a chunk can be undone in float32
+BOUNDED_CHUNK = 32
+BOUND = 5.0
+#: tokens in a chunk otherwise, and in the blocks of a chunk in which differences are taken singly
 CHUNK = 64
-#: rows whose decays are taken together; a chunk is a few of them
 BLOCK = 16
-#: log-decays of one token down to which half a block can be undone in float32: exp(8 * 8) < 2^93
-SAFE = 8.0
 
 
 def delta_rule(
@@ -35,10 +36,10 @@ def delta_rule(
     state [N, H, K, V] or None, query and key [B, T, Hk, K], value [B, T, H, V], decay [B, T, H, K]
     or [B, T, H], beta [B, T, H], slots int32 [B].
     """
-    kind = torch.promote_types(value.dtype, torch.float32)
+    kind = torch.float64 if value.dtype == torch.float64 else torch.float32
     q, k, v, g, b = (x.to(kind) for x in (query, key, value, decay, beta))
     if normalize:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for x in (q, k))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for x in (q, k))
     group = v.shape[2] // k.shape[2]
     if group > 1:
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
@@ -73,59 +74,69 @@ def _chunks(
     """Tokens in chunks: as `_token`, T along dimension 2. Tokens of k = 0, beta = 0, g = 0 leave
     the state as it is; they fill the last chunk."""
     batch, heads, length, _ = q.shape
-    size = min(CHUNK, -(-length // BLOCK) * BLOCK)
-    missing = -length % size
+    bounded = decays_are_bounded(g)
+    size = min(BOUNDED_CHUNK if bounded else CHUNK, -(-length // BLOCK) * BLOCK)
+    if missing := -length % size:
+        q, k, v, g, b = (F.pad(x, [0, 0, 0, missing]) for x in (q, k, v, g, b))
     # [B * H, chunks, C, .]
-    q, k, v, g, b = (
-        F.pad(x, [0, 0, 0, missing]).reshape(batch * heads, -1, size, x.shape[3])
-        for x in (q, k, v, g, b)
-    )
+    q, k, v, g, b = (x.reshape(batch * heads, -1, size, x.shape[3]) for x in (q, k, v, g, b))
     total = g.cumsum(2)
-    against_key, against_query = _decayed_products(q, k, g, total)
+    products = _bounded_products if bounded else _products
+    against_key, against_query = products(q, k, total)
     grown = total.exp()
     solved = torch.linalg.solve_triangular(
         b * against_key.tril(-1), b * torch.cat([k * grown, v], -1),
         upper=False, unitriangular=True,
     )  # fmt: skip
-    w, u = solved.split([k.shape[3], v.shape[3]], -1)
     last = total[:, :, -1:]
     kept = (k * (last - total).exp()).transpose(2, 3)
-    carry = torch.diag_embed(last.squeeze(2).exp()) - kept @ w
-    added = kept @ u
+    taken, added = (kept @ solved).split([k.shape[3], v.shape[3]], -1)
+    carry = torch.diag_embed(last.squeeze(2).exp()) - taken
     now = state.reshape(batch * heads, *state.shape[2:])
     entered = []
     for chunk_carry, chunk_added in zip(carry.unbind(1), added.unbind(1), strict=True):
         entered.append(now)
         now = torch.baddbmm(chunk_added, chunk_carry, now)
     before = torch.stack(entered, 1)
+    w, u = solved.split([k.shape[3], v.shape[3]], -1)
     out = (q * grown) @ before + against_query.tril() @ (u - w @ before)
     out = out.reshape(batch, heads, -1, v.shape[3])[:, :, :length]
     return out, now.reshape(state.shape)
 
 
-def _decayed_products(q: Tensor, k: Tensor, g: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def decays_are_bounded(g: Tensor) -> bool:
+    """Whether no log-decay is below -BOUND. Who knows may replace this by a constant."""
+    return bool(g.detach().min() >= -BOUND)
+
+
+def _bounded_products(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """sum_c x_ic k_jc exp(G_ic - G_jc) for x = k and x = q: two of [M, n, C, C], right for j < i
     and j <= i; above the diagonal they hold anything, infinities too.
 
-    Against earlier blocks both exponents, to the query's block and from there to the key, are at
-    most 0. Within a block each goes half a block from the middle row where decays allow it,
-    otherwise every difference is taken as it is.
+    Each exponent goes over the row in the middle.
+    """
+    middle = total.shape[2] // 2
+    gap = total - total[:, :, middle : middle + 1]
+    up = gap.exp()
+    right = (k * (-gap).exp()).transpose(2, 3)
+    return (k * up) @ right, (q * up) @ right
+
+
+def _products(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_bounded_products`, for any decays.
+
+    Against earlier blocks the exponents go over the first row of the query's block, both at most
+    0. Within a block every difference is taken as it is.
     """
     shape = (*q.shape[:2], -1, BLOCK, q.shape[3])
     both = torch.cat([k.view(shape), q.view(shape)], 3)  # [M, n, blocks, 2 BLOCK, K]
-    inside, keys = total.view(shape), k.view(shape)
-    bounded = bool(g.detach().min() >= -SAFE)
-    middle = BLOCK // 2 if bounded else 0
-    row = inside[:, :, :, middle : middle + 1]
+    inside = total.view(shape)
+    row = inside[:, :, :, :1]
     left = both * (inside - row).exp().repeat(1, 1, 1, 2, 1)
-    if bounded:
-        own = left @ (keys * (row - inside).exp()).transpose(3, 4)
-    else:
-        own = _differences(both, keys, inside)
+    own = _differences(both, k.view(shape), inside)
     rows = []
     for block in range(inside.shape[2]):
         end = block * BLOCK
-        # to the first row behind the earlier blocks, or the middle one: later than all of them
         decayed = k[:, :, :end] * (row[:, :, block] - total[:, :, :end]).exp()
         earlier = left[:, :, block] @ decayed.transpose(2, 3)
         later = k.shape[2] - end - BLOCK

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from graphc.models.chunked_delta_rule import NORM_EPS as NORM_EPS
 from graphc.models.chunked_delta_rule import delta_rule as delta_rule
+from graphc.models.layers import wide
 
 #: queries whose scores, or whose chosen rows, are in memory at a time
 _QUERIES = 128
@@ -30,17 +31,16 @@ def short_convolution(
     state [N, W-1, C] or None, x [B, T, C], weight [C, W], slots int32 [B] -> (y of x's dtype,
     state).
     """
-    kind = torch.promote_types(x.dtype, torch.float32)
     width = weight.shape[1]
     if state is None:
         before = x.new_zeros([x.shape[0], width - 1, x.shape[2]])
     else:
         before = state if slots is None else state[slots.long()]
     seen = torch.cat([before.to(x.dtype), x], 1)
-    taps = weight.to(kind)
-    y = sum((seen[:, j : j + x.shape[1]].to(kind) * taps[:, j] for j in range(1, width)),
-            start=seen[:, : x.shape[1]].to(kind) * taps[:, 0])  # fmt: skip
-    y = y if bias is None else y + bias.to(kind)
+    taps, values = wide(weight), wide(seen)
+    y = sum((values[:, j : j + x.shape[1]] * taps[:, j] for j in range(1, width)),
+            start=values[:, : x.shape[1]] * taps[:, 0])  # fmt: skip
+    y = y if bias is None else y + wide(bias)
     kept = seen[:, seen.shape[1] - (width - 1) :]
     if state is not None:
         kept = kept.to(state.dtype)
@@ -53,11 +53,10 @@ def index_scores(
 ) -> Tensor:
     """sum_h weights[t, h] relu(query[t, h] . key[s]) of the queries t = first.., -inf for keys
     behind them: float32 [B, T, S]. Arguments as in `lightning_indexer`."""
-    kind = torch.promote_types(query.dtype, torch.float32)
     batch, length, heads, dim = query.shape
-    dots = query.to(kind).reshape(batch, length * heads, dim) @ key.to(kind).transpose(1, 2)
+    dots = wide(query).reshape(batch, length * heads, dim) @ wide(key).transpose(1, 2)
     dots = F.relu(dots).view(batch, length, heads, key.shape[1])
-    scores = (weights.to(kind).unsqueeze(2) @ dots).squeeze(2)
+    scores = (wide(weights).unsqueeze(2) @ dots).squeeze(2)
     return scores.masked_fill(~_visible(first, length, key.shape[1], start), -torch.inf)
 
 
@@ -129,9 +128,8 @@ def latent_attention(
 
 def _attend(query: Tensor, rows: Tensor, mask: Tensor, latent: int, scale: float) -> Tensor:
     """query [B, T, H, W], rows [B, T or 1, K, W], mask [B or 1, T, K] -> [B, T, H, latent]."""
-    kind = torch.promote_types(query.dtype, torch.float32)
-    rows = rows.to(kind)
-    scores = query.to(kind) @ rows.transpose(2, 3) * scale
+    rows = wide(rows)
+    scores = wide(query) @ rows.transpose(2, 3) * scale
     weights = torch.softmax(scores.masked_fill(~mask.unsqueeze(2), -torch.inf), -1)
     return (weights @ rows[..., :latent]).to(query.dtype)
 
@@ -150,9 +148,8 @@ def route(
         weight, bias: [E, D], [E].
         normalize: weights sum to one before `scale`.
     """
-    kind = torch.promote_types(x.dtype, torch.float32)
-    scores = torch.sigmoid(F.linear(x.to(kind), weight.to(kind)))
-    choice = scores + bias.to(kind)
+    scores = torch.sigmoid(F.linear(wide(x), wide(weight)))
+    choice = scores + wide(bias)
     if groups > 1:
         by_group = choice.unflatten(1, [groups, -1])
         value = by_group.topk(2, -1).values.sum(-1)
@@ -172,28 +169,26 @@ def experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Ten
     x [T, D], index [T, K], weight [T, K], gate_up [E, 2 I, D] (the gate's rows first), down
     [E, D, I] -> [T, D].
     """
-    kind = torch.promote_types(x.dtype, torch.float32)
     order = torch.sort(index.flatten(), stable=True).indices
     counts = torch.bincount(index.flatten(), minlength=gate_up.shape[0]).tolist()
     made = []
     for expert, tokens in enumerate(x[order // index.shape[1]].split(counts)):
         if expert < gate_up.shape[0] and tokens.shape[0]:
-            gate, up = F.linear(tokens, gate_up[expert]).to(kind).chunk(2, -1)
-            made.append(F.linear((F.silu(gate) * up).to(x.dtype), down[expert]).to(kind))
+            gate, up = wide(F.linear(tokens, gate_up[expert])).chunk(2, -1)
+            made.append(wide(F.linear((F.silu(gate) * up).to(x.dtype), down[expert])))
     place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0]))
     rows = torch.cat(made)
     if rows.shape[0] < order.shape[0]:  # the last ones went to no expert
         rows = F.pad(rows, [0, 0, 0, order.shape[0] - rows.shape[0]])
-    parts = rows[place].view(*index.shape, -1) * weight.to(kind).unsqueeze(2)
+    parts = rows[place].view(*index.shape, -1) * wide(weight).unsqueeze(2)
     return parts.sum(1).to(x.dtype)
 
 
 def residual_mix(candidates: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
     """As `graphc::residual_mix`: sum_j softmax_j(query . z_j / sqrt(mean(z_j^2) + eps)) z_j over
     the candidates z_j [..., D]; query [D] with the gain of the keys' norm in it."""
-    kind = torch.promote_types(candidates[0].dtype, torch.float32)
-    folded = query.to(kind)
-    z = [c.to(kind) for c in candidates]
+    folded = wide(query)
+    z = [wide(c) for c in candidates]
     scores = [(c @ folded) * torch.rsqrt(c.square().mean(-1) + eps) for c in z]
     weights = torch.softmax(torch.stack(scores, -1), -1)
     parts = [weights[..., j, None] * c for j, c in enumerate(z)]

@@ -71,14 +71,16 @@ class Hybrid(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Weights drawn from torch's generator: normal with the deviation 1 / sqrt(inputs)."""
+        """Weights drawn from torch's generator: normal with the deviation 1 / sqrt(inputs),
+        1 for embeddings of their own."""
         for module in self.modules():
             if isinstance(module, nn.Linear | Router):
                 nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
         for name, parameter in self.named_parameters():
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        nn.init.normal_(self.embed_tokens.weight, std=self.config.hidden_size**-0.5)
+        tied = self.config.tied
+        nn.init.normal_(self.embed_tokens.weight, std=self.config.hidden_size**-0.5 if tied else 1)
         for module in self.modules():
             if isinstance(module, KimiDeltaAttention):
                 module.reset()

@@ -97,10 +97,10 @@ TINY = HybridConfig(
 #: the embedded default: bytes, and one more token that begins a text
 EMBEDDED = HybridConfig(
     vocab_size=260, hidden_size=192, layers=_PATTERN * 2, intermediate_size=512,
-    kda_heads=3, kda_head_dim=64, gate_lower_bound=-5.0,
+    kda_heads=2, kda_head_dim=64, gate_lower_bound=-5.0,
     heads=4, nope_dim=32, rope_dim=16, value_dim=48, latent_dim=64, query_rank=96,
     index_heads=4, index_dim=32, index_topk=64,
-    experts=8, experts_per_token=2, expert_size=96, routed_scale=1.0, tied=True,
+    experts=8, experts_per_token=2, expert_size=96,
 )  # fmt: skip
 
 #: about 200 M parameters in the proportions of the large models

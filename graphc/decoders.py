@@ -160,7 +160,7 @@ def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset
 def _stretches(graph: Graph, page: int, columns: int) -> list[tuple[int, int]]:
     """Ranges of the pages of a sequence within which the choice of keys is of one kind: up to
     top-k tokens all are chosen, beyond it the best."""
-    cuts: set[int] = set()
+    cuts = {int(n.argument("count")) // page for n in graph.nodes if "indexer" in n.target}
     for dim in (d for n in graph.nodes for v in n.outputs for d in getattr(v.type, "shape", ())):
         if not isinstance(dim, int):
             for least in dim.atoms(Min):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch.utils._sympy.functions import Max
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 #: a size: an integer, or a sympy expression over the graph's named symbols
 Dim: TypeAlias = int | sympy.Expr
@@ -229,3 +230,12 @@ def symbol(name: str, *, data: bool = False, signed: bool = False) -> sympy.Symb
     if data:
         return sympy.Symbol(name, integer=True, nonnegative=True)
     return sympy.Symbol(name, integer=True, positive=True)
+
+
+def largest(dim: Dim, symbols: Mapping[str, Symbol]) -> int:
+    """An upper bound of a dim by the ranges of its symbols; UNBOUNDED at most."""
+    if isinstance(dim, int):
+        return dim
+    ranges = {s.expr: ValueRanges(s.minimum, s.maximum) for s in symbols.values()}
+    upper = bound_sympy(dim, ranges).upper
+    return int(upper) if upper.is_Integer and int(upper) < UNBOUNDED else UNBOUNDED

@@ -7,14 +7,14 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from graphc.ir.graph import Builder, Graph, Node, Value
-from graphc.ir.types import same
+from graphc.ir.types import Symbol, largest, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import is_cast, operand, packet_of, widened
 from passes.fusion.forms import product
@@ -29,7 +29,7 @@ class LightningIndexer:
     name: ClassVar[str] = "lightning_indexer"
 
     def run(self, graph: Graph, log: Log) -> Graph:
-        return apply_rules(graph, [_AllKeys(), _Indexer()], log)
+        return apply_rules(graph, [_AllKeys(), _AllRows(graph.symbols), _Indexer()], log)
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,27 @@ class _AllKeys(Rule[Node]):
             torch.ops.graphc.cached_attention.default, *node.args[:3], node.argument("start"),
             scale=node.argument("scale"),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _AllRows(Rule[Node]):
+    symbols: Mapping[str, Symbol]
+
+    name = "every_row_is_chosen"
+    roots = frozenset(("graphc.latent_attention",))
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[Node | Refused]:
+        indices = node.argument("indices")
+        if packet_of(indices) != "graphc.lightning_indexer":
+            return
+        indexer: Node = indices.producer
+        count = indexer.argument("count")
+        rows = largest(indexer.args[2].type.shape[1], self.symbols)
+        if indexer.argument("start") is node.argument("start") and rows <= count:
+            yield indexer
+
+    def rewrite(self, builder: Builder, found: Node, node: Node) -> Sequence[Value]:
+        return builder.call(node.op, *node.args[:4], None, **node.kwargs)
 
 
 class _Indexer(Rule[_Found]):

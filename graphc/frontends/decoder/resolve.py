@@ -17,6 +17,8 @@ import torch
 from graphc.errors import UsageError
 from graphc.frontends.decoder.stateful import StatefulDecoder, transformers_decoder
 
+#: a vocabulary of the 256 bytes and a few tokens that mark begin and end
+BYTES = 272
 FORMS = "a decoder is a checkpoint folder, or a factory (pkg.mod:factory, file.py:factory)"
 
 
@@ -34,6 +36,15 @@ def opened_decoder(
     if isinstance(found, StatefulDecoder):
         yield found.eval(), longest
         return
+    from graphc.models.hybrid import Hybrid
+
+    if isinstance(found, Hybrid):
+        from graphc.frontends.decoder import hybrid
+
+        with hybrid.substituted():
+            options = {"bytes_are_tokens": found.config.vocab_size <= BYTES}
+            yield hybrid.hybrid_decoder(found, pages=pages, slots=slots, **options).eval(), longest
+        return
     from graphc.frontends.decoder.hooks import substituted
 
     with substituted(found):
@@ -43,6 +54,7 @@ def opened_decoder(
 
 def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
     from graphc.frontends.huggingface import LONGEST, load_model, longest
+    from graphc.models.hybrid import Hybrid
 
     module: Any
     if isinstance(model, torch.nn.Module):
@@ -57,7 +69,7 @@ def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
         raise UsageError(f"expected a decoder, found {model!r}", hint=FORMS)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    if isinstance(module, StatefulDecoder):
+    if isinstance(module, StatefulDecoder | Hybrid):
         return module, LONGEST
     if not hasattr(module, "config") or not hasattr(module, "prepare_inputs_for_generation"):
         raise UsageError(

@@ -77,7 +77,9 @@ class HybridConfig:
         known = {field.name for field in dataclasses.fields(HybridConfig)}
         if wrong := sorted(set(values) - known):
             raise ValueError(f"no such field of a HybridConfig: {', '.join(wrong)}")
-        return HybridConfig(**{**values, "layers": tuple(values["layers"])})
+        given: dict[str, Any] = dict(values)
+        given["layers"] = tuple(given["layers"])
+        return HybridConfig(**given)
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "layers": list(self.layers)}

@@ -19,6 +19,7 @@ class States(Protocol):
     @property
     def start(self) -> Tensor | None:
         """int32 [B], the tokens that each sequence had before this call; None: no past."""
+        ...
 
     def append(self, layer: int, kind: str, *rows: Tensor) -> Any:
         """A handle on all rows of `layer`, the new ones at the end, for `lightning_indexer`
@@ -30,6 +31,7 @@ class States(Protocol):
     def read(self, layer: int, kind: str) -> tuple[Tensor | None, Tensor | None]:
         """(state, slots) as `delta_rule` (kind "recurrent") and `short_convolution` (kind
         "convolution") take them; a state of None is zeros."""
+        ...
 
     def write(self, layer: int, kind: str, state: Tensor) -> None:
         """The state after this call's tokens."""
@@ -44,7 +46,7 @@ class NoStates:
     start = None
 
     def append(self, layer: int, kind: str, *rows: Tensor) -> Tensor:
-        return torch.cat(rows, -1) if len(rows) > 1 else rows[0]
+        return torch.cat(rows, -1)
 
     def read(self, layer: int, kind: str) -> tuple[None, None]:
         return None, None
@@ -68,7 +70,7 @@ class TensorStates:
         self.held: dict[tuple[int, str], Tensor] = {}
 
     def append(self, layer: int, kind: str, *rows: Tensor) -> Tensor:
-        new = torch.cat(rows, -1) if len(rows) > 1 else rows[0]
+        new = torch.cat(rows, -1)
         old = self.rows.get((layer, kind))
         whole = new if old is None else torch.cat([old, new], 1)
         self.rows[layer, kind] = whole

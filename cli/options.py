@@ -224,7 +224,11 @@ def check_model(model: str) -> None:
     else:
         file = Path(model)
     if file.exists():
-        if file.is_dir() or file.suffix in {".onnx", ".pt2"} or (colon and file.suffix == ".py"):
+        if (
+            file.is_dir()
+            or file.suffix in {".onnx", ".pt2", ".gguf"}
+            or (colon and file.suffix == ".py")
+        ):
             return
         hint = f"name the factory: {model}:FACTORY" if file.suffix == ".py" else _FORMS
         raise UsageError(f"expected a model, found {model!r}", hint=hint)

@@ -23,6 +23,7 @@ from graphc.errors import UsageError
 from graphc.frontends.capture import Captured, capture
 from graphc.frontends.decoder.resolve import opened_decoder
 from graphc.frontends.decoder.stateful import StatefulDecoder
+from graphc.frontends.huggingface import tokenizer_text
 from graphc.ir.graph import Graph
 from graphc.ir.specialise import specialise
 from graphc.lowering.classify import native_operators
@@ -111,10 +112,8 @@ def _text(
     stop = list(decoder.stop)
     if decoder.bytes_are_tokens:
         return "bytes", {}, stop
-    place = Path(model) / TOKENIZER if isinstance(model, str) else None
-    if place is None or not place.is_file():
-        return "", {}, stop
-    return "tokenizer", {TOKENIZER: place.read_text(encoding="utf-8")}, stop
+    text = tokenizer_text(Path(model)) if isinstance(model, str) else None
+    return ("", {}, stop) if text is None else ("tokenizer", {TOKENIZER: text}, stop)
 
 
 def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset[str]) -> Phases:

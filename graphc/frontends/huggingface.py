@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,76 @@ def load_model(folder: Path, dtype: str | None = None) -> tuple[Any, Any]:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model, config
+
+
+def load_gguf(file: Path, dtype: str | None = None) -> tuple[Any, Any]:
+    """transformers' model of a GGUF file, its weights in a floating-point type [float32], and its
+    configuration.
+
+    Raises:
+        UsageError: a package is missing, or the file is damaged.
+        UnsupportedError: transformers does not read this architecture from GGUF.
+    """
+    try:
+        import gguf  # noqa: F401  transformers reads with it
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            f"a GGUF file needs the package {error.name}, which is not installed",
+            hint="pip install 'graphc[hf]'",
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    place = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        with quiet_progress():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                str(file.parent), dtype=dtype or "float32", trust_remote_code=False, **place
+            )
+    except Exception as error:
+        kind = UnsupportedError if "not supported" in str(error) else UsageError
+        raise kind(
+            f"the GGUF file cannot be loaded: {type(error).__name__}: {_first_line(error)}",
+            where=str(file),
+            hint="use the checkpoint in its original form, a folder with config.json",
+        ) from error
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model.eval(), model.config
+
+
+@contextlib.contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Without the progress bars that libraries draw on their own."""
+    before = os.environ.get("TQDM_DISABLE")
+    os.environ["TQDM_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TQDM_DISABLE"]
+        else:
+            os.environ["TQDM_DISABLE"] = before
+
+
+def tokenizer_text(place: Path) -> str | None:
+    """tokenizer.json of a checkpoint folder or GGUF file, None if it has none that is fast."""
+    if place.is_dir():
+        file = place / "tokenizer.json"
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    if place.suffix != ".gguf":
+        return None
+    import transformers
+
+    try:
+        with quiet_progress():
+            found = transformers.AutoTokenizer.from_pretrained(
+                str(place.parent), gguf_file=place.name, local_files_only=True
+            )
+    except Exception:  # a vocabulary that transformers cannot read: tokens are given as numbers
+        return None
+    backend = getattr(found, "backend_tokenizer", None)
+    return None if backend is None else str(backend.to_str())
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

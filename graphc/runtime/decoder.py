@@ -87,6 +87,8 @@ class Decoder:
             raise UsageError(f"expected {len(sequences)} tokens, found {len(ids)}")
         if len(set(map(id, sequences))) != len(sequences):
             raise UsageError("expected different sequences, found one twice")
+        for sequence in sequences:
+            sequence._reserve(1)
         made: list[Logits] = []
         for first in range(0, len(ids), self.facts.batch):
             some = sequences[first : first + self.facts.batch]
@@ -96,9 +98,7 @@ class Decoder:
     # ------------------------------------------------------------ for sequences
 
     def _run(self, sequences: Many[Sequence], ids: NDArray[np.int64]) -> Logits:
-        """Appends ids [B, T]; the logits [B, V] behind the last of them."""
-        for sequence in sequences:
-            sequence._reserve(ids.shape[1])
+        """Appends ids [B, T], for which there is room; gives the logits [B, V] behind the last."""
         columns = max(1, *(len(s.pages) for s in sequences))
         table = np.full((len(sequences), columns), -1, np.int32)
         for row, sequence in zip(table, sequences, strict=True):
@@ -183,7 +183,7 @@ class Sequence:
         ids = np.asarray(tokens, np.int64).reshape(-1)
         if not len(ids):
             raise UsageError("expected at least one token, found none")
-        self._check(len(ids))
+        self._reserve(len(ids))
         chunk = self.decoder.facts.chunk
         for first in range(0, len(ids), chunk):
             logits = self.decoder._run([self], ids[None, first : first + chunk])
@@ -275,8 +275,10 @@ class Sequence:
             raise UsageError("expected an open sequence, found a closed one")
         return self.decoder
 
-    def _check(self, more: int) -> None:
-        context = self._open().facts.context
+    def _reserve(self, more: int) -> None:
+        """Pages of its own for the next `more` rows."""
+        decoder, page = self._open(), self.decoder.facts.page
+        context = decoder.facts.context
         if self.length + more > context:
             raise UsageError(
                 f"expected at most {context} tokens, found {self.length + more}",
@@ -284,15 +286,16 @@ class Sequence:
                 f"{self.length + more}",
             )
 
-    def _reserve(self, more: int) -> None:
-        """Pages of its own for the next `more` rows."""
-        self._check(more)
-        decoder, page = self.decoder, self.decoder.facts.page
         first = self.length // page
-        if first < len(self.pages):
-            self.pages[first] = decoder._own_page(self.pages[first])
         wanted = -(-(self.length + more) // page)
-        self.pages += decoder.pool.take(wanted - len(self.pages))
+        fresh = decoder.pool.take(max(0, wanted - len(self.pages)))
+        if first < len(self.pages):
+            try:
+                self.pages[first] = decoder._own_page(self.pages[first])
+            except UsageError:
+                decoder.pool.give_back(fresh)
+                raise
+        self.pages += fresh
 
 
 def _by_entry(state: NDArray[Any]) -> NDArray[np.uint8]:

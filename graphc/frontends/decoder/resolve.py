@@ -1,6 +1,7 @@
 """From what the user names to a decoder with state.
 
 a folder with config.json      a causal language model of transformers
+x.gguf                         the same, through transformers' loader
 pkg.mod:factory, file.py:...   a factory that returns a StatefulDecoder, or a causal language
                                model of transformers
 """
@@ -19,7 +20,9 @@ from graphc.frontends.decoder.stateful import StatefulDecoder, transformers_deco
 
 #: a vocabulary of the 256 bytes and a few tokens that mark begin and end
 BYTES = 272
-FORMS = "a decoder is a checkpoint folder, or a factory (pkg.mod:factory, file.py:factory)"
+FORMS = (
+    "a decoder is a checkpoint folder, a .gguf file or a factory (pkg.mod:factory, file.py:factory)"
+)
 
 
 @contextmanager
@@ -53,7 +56,7 @@ def opened_decoder(
 
 
 def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
-    from graphc.frontends.huggingface import LONGEST, load_model, longest
+    from graphc.frontends.huggingface import LONGEST, load_gguf, load_model, longest
     from graphc.models.hybrid import Hybrid
 
     module: Any
@@ -61,6 +64,8 @@ def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
         module = model
     elif Path(model).is_dir():
         module, _ = load_model(Path(model), dtype)
+    elif Path(model).suffix == ".gguf":
+        module, _ = load_gguf(Path(model), dtype)
     elif ":" in model:
         from graphc.frontends.torch_module import load_factory
 

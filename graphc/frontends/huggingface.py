@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def load_gguf(file: Path, dtype: str | None = None) -> tuple[Any, Any]:
     transformers.utils.logging.disable_progress_bar()
     place = {"gguf_file": file.name, "local_files_only": True}
     try:
-        with quiet_progress():
+        with _quiet():
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 str(file.parent), dtype=dtype or "float32", trust_remote_code=False, **place
             )
@@ -114,18 +114,9 @@ def load_gguf(file: Path, dtype: str | None = None) -> tuple[Any, Any]:
     return model.eval(), model.config
 
 
-@contextlib.contextmanager
-def quiet_progress() -> Iterator[None]:
-    """Without the progress bars that libraries draw on their own."""
-    before = os.environ.get("TQDM_DISABLE")
-    os.environ["TQDM_DISABLE"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TQDM_DISABLE"]
-        else:
-            os.environ["TQDM_DISABLE"] = before
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """Without the progress bars that libraries draw on their own; what went wrong is raised."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def tokenizer_text(place: Path) -> str | None:
@@ -138,7 +129,7 @@ def tokenizer_text(place: Path) -> str | None:
     import transformers
 
     try:
-        with quiet_progress():
+        with _quiet():
             found = transformers.AutoTokenizer.from_pretrained(
                 str(place.parent), gguf_file=place.name, local_files_only=True
             )

@@ -60,11 +60,13 @@ Tune = Callable[
 @dataclass(frozen=True)
 class Side:
     """One graph of a plan: the model for some lengths, in one phase. `buckets` gives what to plan
-    for the ranges of its symbols (those of all sides of the phase together)."""
+    for the ranges of its symbols (those of all sides of the phase together); `fixed` are lengths
+    that inputs tell and that the graph has as numbers."""
 
     graph: Graph
     phase: str
     buckets: Callable[[Mapping[str, tuple[int, int]]], list[Bucket]]
+    fixed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -186,6 +188,7 @@ class _Build:
                 }
                 if any(limit < known[name].minimum for name, limit in limits.items()):
                     continue
+                limits |= asked.fixed
                 if any(p.limits == limits for p, t in made if t.graph is side.graph):
                     continue
                 made.append(

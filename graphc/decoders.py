@@ -214,4 +214,5 @@ def phase_sides(phases: Phases, table: Shapes, names: Sequence[str]) -> list[Sid
             made.append(Bucket(name, limits))
         return made
 
-    return [Side(graph, phase, buckets) for phase, graph in phases.graphs]
+    fixed = {"prefill": {"B": 1}, "decode": {"T": 1}}
+    return [Side(graph, phase, buckets, fixed[phase]) for phase, graph in phases.graphs]

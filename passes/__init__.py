@@ -22,6 +22,7 @@ from passes.simplify.constant_folding import ConstantFolding
 from passes.simplify.dead_code import DeadCode
 from passes.simplify.fold_batch_norm import FoldBatchNorm
 from passes.simplify.index_arithmetic import IndexArithmetic
+from passes.simplify.joined_slices import JoinedSlices
 from passes.simplify.linear_from_matmul import LinearFromMatmul
 from passes.simplify.view_simplification import ViewSimplification
 
@@ -49,6 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
     AbsorbedLatent(),  # keys and values are not expanded for chosen keys, or for one token
     PagedAttention(),  # what is left reads the pages themselves
     MergedLinear(),  # after attention: products of one input become one
+    JoinedSlices(),  # what was put side by side is, in the merged product
     ViewSimplification(),  # what the rewrites above left between views
     CommonSubexpressions(),
     DeadCode(),  # last: nothing unread reaches lowering

@@ -181,6 +181,15 @@ def _seen_rows(step: KernelStep) -> tuple[Touched, Touched]:
     return reads, [(v, _bytes(v)) for v in dict.fromkeys(step.write_views)]
 
 
+def _experts(step: KernelStep) -> tuple[Touched, Touched]:
+    """Weights of as many experts as rows can choose."""
+    rows, weights, order, *rest, out = step.pointers
+    chosen = smaller(order.shape[0], weights.shape[0])
+    touched = as_dim(chosen * (product(weights.shape[1:]) * itemsize(weights.dtype)))
+    named = [(v, _bytes(v)) for v in (rows, order, *rest)]
+    return [*named, (weights, touched)], [(out, _bytes(out))]
+
+
 _PARTLY: dict[str, Callable[[KernelStep], tuple[Touched, Touched]]] = {
     "gc_gather_": _gathered,
     "gc_scatter_set_": _scattered,
@@ -192,6 +201,8 @@ _PARTLY: dict[str, Callable[[KernelStep], tuple[Touched, Touched]]] = {
     "gc_linear_copy_": _copied,
     "attention_latent_": _seen_rows,
     "lightning_indexer_": _seen_rows,
+    "gc_experts_gate_": _experts,
+    "gc_experts_down_": _experts,
 }
 
 
@@ -257,7 +268,7 @@ def _triangle(n: Dim) -> Dim:
     return n * (n + 1) // 2 if isinstance(n, int) else as_dim(n * (n + 1) / 2)
 
 
-_DOT_PRODUCTS = r"gemm_|attention_|lightning_|conv_(?!depthwise)|gc_grouped|gc_recurrent"
+_DOT_PRODUCTS = r"gemm_|attention_|lightning_|conv_(?!depthwise)|gc_(grouped|experts_gate|experts_down|recurrent)"
 
 
 def arithmetic(step: KernelStep) -> str:

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
 from graphc.ops.library import define
 
+_Map = Callable[[torch.Tensor], torch.Tensor]
+
+#: act(g) = g s(g), and s: what a cap on the gate leaves alone
+ACTIVATIONS: dict[str, tuple[_Map, _Map]] = {
+    "silu": (F.silu, torch.sigmoid),
+    "gelu": (F.gelu, lambda g: 0.5 * torch.erfc(-g * 0.5**0.5)),
+    "gelu_tanh": (
+        lambda g: F.gelu(g, approximate="tanh"),
+        lambda g: torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)),
+    ),
+}
+
 
 def _meta(
     x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor,
-    down: torch.Tensor,
+    down: torch.Tensor, activation: str = "silu", gate_cap: float | None = None,
+    up_cap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty(x.shape)
 
 
-@define("experts(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down) -> Tensor",
-        _meta)  # fmt: skip
+@define(
+    "experts(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, "
+    'str activation="silu", float? gate_cap=None, float? up_cap=None) -> Tensor',
+    _meta,
+)
 def experts(
     x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor,
-    down: torch.Tensor,
+    down: torch.Tensor, activation: str = "silu", gate_cap: float | None = None,
+    up_cap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """y[t] = sum_j weight[t, j] * down[e] @ (silu(gate[e] @ x[t]) * up[e] @ x[t]), e = index[t, j].
+    """y[t] = sum_j weight[t, j] * down[e] @ (act(gate[e] @ x[t]) * up[e] @ x[t]), e = index[t, j].
 
     Args:
         x: [T, D].
-        index: int64 or int32 [T, K]; an index of E or more is no expert.
+        index: int64 or int32 [T, K]; an index of E or more (or below 0) is no expert.
         weight: [T, K].
         gate_up: [E, 2 I, D], the gate's rows first.
         down: [E, D, I].
+        activation: act(g) = g s(g): silu, gelu or gelu_tanh.
+        gate_cap: c in act(g) = c tanh(g / c) s(g); with silu and `up_cap` this is SiTU.
+        up_cap: c in c tanh(u / c), which then stands for u = up[e] @ x[t].
 
     The sum runs over j in order, in float32; hidden values have x's dtype.
+
+    Raises:
+        KeyError: an unknown activation.
     """
     kind = torch.promote_types(x.dtype, torch.float32)
     out = x.new_zeros(x.shape, dtype=kind)
@@ -39,8 +64,18 @@ def experts(
         token, slot = torch.where(index == expert)
         if token.numel():
             gate, up = F.linear(x[token], gate_up[expert]).to(kind).chunk(2, -1)
-            made = F.linear((F.silu(gate) * up).to(x.dtype), down[expert])
+            hidden = _activated(gate, activation, gate_cap) * _capped(up, up_cap)
+            made = F.linear(hidden.to(x.dtype), down[expert])
             parts[token, slot] = made.to(kind) * weight[token, slot, None].to(kind)
     for j in range(index.shape[1]):
         out += parts[:, j]
     return out.to(x.dtype)
+
+
+def _activated(gate: torch.Tensor, activation: str, cap: float | None) -> torch.Tensor:
+    plain, share = ACTIVATIONS[activation]
+    return plain(gate) if cap is None else _capped(gate, cap) * share(gate)
+
+
+def _capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)

@@ -1,0 +1,109 @@
+// Attention Residuals: for each token the softmax-weighted sum of its candidates, in float, handed
+// on to an epilogue. The score of a candidate is query . z / sqrt(mean(z^2) + eps).
+//
+// A row of a candidate comes from memory once: the sum finds it in the second level. While one row is
+// scored, the lines of the next are asked for: prefetchers of the hardware stop at the end of a page.
+//
+// ptr: query [D], candidates (rows of D neighbouring elements).   imm: D, candidates, row stride of
+// each.   Range: tokens.   scratch: MIX_COLUMNS floats, then 16 bytes a candidate.
+#pragma once
+#include "abi.h"
+#include "vmath.h"
+
+namespace gc {
+
+// Sums of MIX_SUM columns are summed up: as exact as torch's.
+constexpr int64_t MIX_COLUMNS = 1024, MIX_SUM = 1024;
+
+// dot += query . z and square += z . z over the first columns; gives their number.
+template <class T, class Q>
+GC_INLINE int64_t mix_pairs(const T*, const Q*, int64_t, vf (&)[4], vf (&)[4]) { return 0; }
+#if defined(__AVX512BF16__)
+GC_INLINE int64_t mix_pairs(const bf16* z, const bf16* query, int64_t width, vf (&dot)[4],
+                            vf (&square)[4]) {
+  int64_t n = 0;
+  for (; n + 128 <= width; n += 128) {
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; ++u) {
+      const __m512bh v = (__m512bh)_mm512_loadu_si512(z + n + u * 32);
+      const __m512bh q = (__m512bh)_mm512_loadu_si512(query + n + u * 32);
+      dot[u] = (vf)_mm512_dpbf16_ps((__m512)dot[u], v, q);
+      square[u] = (vf)_mm512_dpbf16_ps((__m512)square[u], v, v);
+    }
+  }
+  return n;
+}
+#endif
+
+template <class T, class Q>
+static float mix_score(const T* z, const T* next, const Q* query, int64_t width, float eps) {
+  vf dot = {}, square = {};
+  for (int64_t from = 0; from < width; from += MIX_SUM) {
+    const int64_t to = width - from < MIX_SUM ? width : from + MIX_SUM;
+    for (int64_t n = from; n < to; n += 64 / (int64_t)sizeof(T)) __builtin_prefetch(next + n, 0, 2);
+    vf d[4] = {}, s[4] = {};
+    const int64_t done = mix_pairs(z + from, query + from, to - from, d, s);
+    sweep<4>(from + done, to, [&](int64_t n, auto w, auto u) __attribute__((always_inline)) {
+      const vf v = vload(z + n, w);
+      d[u] += v * vload(query + n, w);
+      s[u] += v * v;
+    });
+    dot += sum_of(d);
+    square += sum_of(s);
+  }
+  return hsum(dot) / sqrtf(hsum(square) / (float)width + eps);
+}
+
+// Scores become their softmax.
+static void mix_softmax(float* score, int64_t count) {
+  float most = score[0], total = 0;
+  for (int64_t j = 1; j < count; ++j) most = score[j] > most ? score[j] : most;
+  for (int64_t j = 0; j < count; ++j) total += score[j] = vexp(score[j] - most);
+  for (int64_t j = 0; j < count; ++j) score[j] /= total;
+}
+
+// sum[n] = weights . candidates at the columns n0 + n.
+template <class T>
+static void mix_columns(const T* const* z, const float* weight, int64_t count, int64_t n0,
+                        int64_t nr, float* sum) {
+  constexpr int U = 8;
+  int64_t n = 0;
+  for (; n + U * VL <= nr; n += U * VL) {
+    vf made[U] = {};
+    for (int64_t j = 0; j < count; ++j)
+#pragma GCC unroll 8
+      for (int v = 0; v < U; ++v) made[v] += weight[j] * vload(z[j] + n0 + n + v * VL, All{});
+#pragma GCC unroll 8
+    for (int v = 0; v < U; ++v) vstore(sum + n + v * VL, made[v], All{});
+  }
+  sweep<1>(n, nr, [&](int64_t i, auto w, auto) __attribute__((always_inline)) {
+    vf made = {};
+    for (int64_t j = 0; j < count; ++j) made += weight[j] * vload(z[j] + n0 + i, w);
+    vstore(sum + i, made, w);
+  });
+}
+
+template <class T, class Q>
+static void residual_mix(const gc_args* args, gc_epilogue epilogue, float eps, int64_t begin,
+                         int64_t end) {
+  const int64_t width = args->imm[0], count = args->imm[1];
+  float* const sum = (float*)args->scratch;
+  const T** const z = (const T**)(sum + MIX_COLUMNS);
+  float* const weight = (float*)(z + count);
+  for (int64_t j = 0; j < count; ++j) z[j] = (const T*)args->ptr[1 + j] + begin * args->imm[2 + j];
+  for (int64_t t = begin; t < end; ++t) {
+    for (int64_t j = 0; j < count; ++j) {
+      const T* const next = j + 1 < count ? z[j + 1] : t + 1 < end ? z[0] + args->imm[2] : z[j];
+      weight[j] = mix_score(z[j], next, (const Q*)args->ptr[0], width, eps);
+    }
+    mix_softmax(weight, count);
+    for (int64_t n0 = 0; n0 < width; n0 += MIX_COLUMNS) {
+      const int64_t nr = width - n0 < MIX_COLUMNS ? width - n0 : MIX_COLUMNS;
+      mix_columns(z, weight, count, n0, nr, sum);
+      epilogue(args, sum, nr, 0, t, 1, n0, nr);
+    }
+    for (int64_t j = 0; j < count; ++j) z[j] += args->imm[2 + j];
+  }
+}
+
+}  // namespace gc

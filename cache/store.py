@@ -106,8 +106,9 @@ class Store:
             started = time.perf_counter()
             path, area = self._make(make, self._target(bucket, workspace), workspace)
             seconds = time.perf_counter() - started
-            if self._publish(bucket, key, path, label, seconds):
-                return Stored(path, entry.file_digest(path)[0], key.digest, "made", area)
+            meta = self._publish(bucket, key, path, label, seconds)
+            if meta is not None:
+                return Stored(path, meta.sha256, key.digest, "made", area)
         return Stored(path, entry.file_digest(path)[0], key.digest, "private", area)
 
     def why(self, bucket: str, fields: Fields) -> str:
@@ -210,7 +211,7 @@ class Store:
         ):
             if self._fetch(bucket, key.digest, area) is not None:
                 return False
-            if not self._publish(bucket, key, payload, label, seconds):
+            if self._publish(bucket, key, payload, label, seconds) is None:
                 raise GraphcError(
                     "the cache cannot take the entry: " + "; ".join(self.drain_notes()),
                     where=str(self.root),
@@ -294,17 +295,19 @@ class Store:
             raise
         return area.path / path.name, area
 
-    def _publish(self, bucket: str, key: Key, path: Path, label: str, seconds: float) -> bool:
+    def _publish(
+        self, bucket: str, key: Key, path: Path, label: str, seconds: float
+    ) -> entry.Meta | None:
         if not self.writable:
             self._note(f"new kernels are not kept in {self.root}: {self.obstacle}")
-            return False
+            return None
         try:
             meta = entry.publish(self.root, bucket, key, path, label, seconds)
         except OSError as error:
             self._note(f"new kernels are not kept in {self.root}: {error.strerror}")
-            return False
+            return None
         self._with_index(lambda index: index.put(bucket, key.digest, meta.bytes), None)
-        return True
+        return meta
 
     def _drop(self, bucket: str, digest: str) -> None:
         self._with_index(lambda index: index.drop(digest), None)

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphc.builder import Request, Side, build_plan
-from graphc.frontends.capture import Captured
-from graphc.ir.graph import Graph
-from graphc.lowering.classify import native_operators
-from graphc.lowering.program import PlannedMemory
-from graphc.plan import DecoderPlan, Step
+from graphc.garbage import rarely_collected
 from graphc.report import BisectRecord, BuildReport, PassRecord, StageRecord
 from graphc.toolchain.isa import Isa
 
 if TYPE_CHECKING:
     import torch
 
+    from graphc.builder import Side
     from graphc.compiled import Compiled
+    from graphc.frontends.capture import Captured
+    from graphc.ir.graph import Graph
+    from graphc.lowering.program import PlannedMemory
+    from graphc.plan import DecoderPlan, Step
     from graphc.runtime.calibration import Peaks
 
 Progress = Callable[[str, int, int], None]
@@ -54,6 +54,7 @@ class Options:
 
 def memory_planner(steps: Sequence[Step], sizes: Mapping[int, int]) -> PlannedMemory:
     """Places arena buffers and has the independent checker judge the result."""
+    from graphc.lowering.program import PlannedMemory
     from passes.memory.check_memory import check_memory
     from passes.memory.lifetimes import intervals, lifetimes
     from passes.memory.plan_memory import place
@@ -79,6 +80,7 @@ def pipeline(disable: Sequence[str] = (), options: Sequence[str] = ()) -> Sequen
     return chosen
 
 
+@rarely_collected()
 def build_captured(
     captured: Captured,
     output: Path,
@@ -94,6 +96,7 @@ def build_captured(
     """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
     `sides`, these graphs of it (the phases of a decoder). `files` are put beside the plan's own."""
     from cache.store import Store
+    from graphc.builder import Request, Side, build_plan
     from graphc.ir.text import print_graph
     from graphc.rewrite import run_passes
     from graphc.shapes import Bucket, Shapes
@@ -148,6 +151,7 @@ def build_captured(
         store.close()
 
 
+@rarely_collected()
 def build_module(
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -160,6 +164,7 @@ def build_module(
     """Captures and builds an nn.Module on example inputs."""
     from graphc.frontends.capture import capture
     from graphc.frontends.variants import further_captures
+    from graphc.lowering.classify import native_operators
 
     keep = native_operators()
     captured = capture(module, args, kwargs, dynamic_shapes, keep=keep)
@@ -167,6 +172,7 @@ def build_module(
     return build_captured(captured, output, options, variants=more), captured
 
 
+@rarely_collected()
 def build(
     model: str | torch.nn.Module,
     output: Path,
@@ -220,6 +226,7 @@ def _capture(
 ) -> tuple[Captured, list[Captured], str, str]:
     from graphc.frontends.resolve import capture_source, resolve
     from graphc.frontends.variants import further_captures
+    from graphc.lowering.classify import native_operators
 
     source = resolve(model, inputs=inputs, dynamic=dynamic, dtype=dtype)
     keep = native_operators()
@@ -232,6 +239,7 @@ def _capture(
     return captured, more, source.kind, source.name
 
 
+@rarely_collected()
 def bisect(
     model: str | torch.nn.Module,
     *,

@@ -237,14 +237,13 @@ class _Build:
         ) as folder:
             library = Path(folder) / KERNELS
             link(objects.objects, library, compiler, request.store)
-            with WeightsWriter(Path(folder) / WEIGHTS) as writer:
-                for item in (c for side in sides for c in side.constants):
-                    writer.add(
-                        item.name, str(item.tensor.dtype).removeprefix("torch."),
-                        tuple(item.tensor.shape), raw_bytes(item.tensor), item.layout,
-                        item.origin,
-                    )  # fmt: skip
-                states = self._states(graph, table, writer)
+            writer = WeightsWriter()
+            for item in (c for side in sides for c in side.constants):
+                writer.add(
+                    item.name, str(item.tensor.dtype).removeprefix("torch."),
+                    tuple(item.tensor.shape), raw_bytes(item.tensor), item.layout, item.origin,
+                )  # fmt: skip
+            states = self._states(graph, table, writer)
             plan = self._plan(sides, programs, table, states, writer)
             self.stages.append(StageRecord("write", time.perf_counter() - start))
             report = build_report(
@@ -257,7 +256,7 @@ class _Build:
             files: dict[str, Content] = {
                 **request.files,
                 KERNELS: library,
-                WEIGHTS: Path(folder) / WEIGHTS,
+                WEIGHTS: writer.write,
                 "report.json": report.to_json(),
                 WORK: msgspec.json.encode(self._work(sides, planned)),
             }

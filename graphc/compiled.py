@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import graphc
 from graphc.errors import GraphcError, UnsupportedError, UsageError
+from graphc.garbage import rarely_collected
 from graphc.plan import ABI_VERSION, FORMAT_VERSION
 from graphc.runtime.session import Session, load
 
@@ -89,6 +90,7 @@ class Compiled:
                     hint="call it under torch.inference_mode(), or detach the argument",
                 )
 
+    @rarely_collected()
     def _session(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Session:
         from graphc.api import build_captured, kept_plans
         from graphc.frontends.capture import capture

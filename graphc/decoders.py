@@ -24,6 +24,7 @@ from graphc.frontends.capture import Captured, capture
 from graphc.frontends.decoder.resolve import opened_decoder
 from graphc.frontends.decoder.stateful import StatefulDecoder
 from graphc.frontends.huggingface import tokenizer_text
+from graphc.garbage import rarely_collected
 from graphc.ir.graph import Graph
 from graphc.ir.specialise import specialise
 from graphc.lowering.classify import native_operators
@@ -61,6 +62,7 @@ class Phases:
     decoder: DecoderPlan
 
 
+@rarely_collected()
 def build(
     model: str | torch.nn.Module,
     output: Path,

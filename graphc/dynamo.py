@@ -23,6 +23,7 @@ import torch._guards
 from torch import fx
 
 from graphc.errors import GraphcError, InputRejectedError, UnsupportedError, UsageError
+from graphc.garbage import rarely_collected
 from graphc.runtime.session import Session, load
 
 #: plans of one graph with weights frozen; past it they become inputs (a module that is called with
@@ -168,6 +169,7 @@ class _Compiled:
         shapes = tuple(tuple(t.shape) for t in self._tensors(inputs)) if self.fixed else ()
         return weights, lengths, shapes
 
+    @rarely_collected()
     def _build(self, inputs: list[Any]) -> _Plan:
         from graphc.api import Options, build_captured
         from graphc.frontends.capture import capture

@@ -15,8 +15,8 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -26,21 +26,22 @@ from graphc.plan import ABI_VERSION, FORMAT_VERSION, Plan, PlanWork, Weight
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from graphc.distinct import Distinct
+
 MANIFEST = "plan.json"
 WEIGHTS = "weights.bin"
 KERNELS = "kernels.so"
 WORK = "work.json"
 ALIGNMENT = 4096  # of each weight in weights.bin
-_LARGEST_WRITE = 1 << 30
+_MOST_PIECES = 1024  # of one write: IOV_MAX of Linux and macOS
 _SMALL = 2 << 20  # bytes
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 _HEAD = b'{"graphc_plan": 1, "sha256": "%s", "payload": '
 _TAIL = b"}\n"
 _REBUILD = "rebuild the plan: graphc build"
 
-#: content of one file of a plan: bytes or text to write, or a file to take over
-Content: TypeAlias = "bytes | str | Path"
+#: content of one file of a plan: bytes or text to write, a file to copy, or what writes the file
+Content: TypeAlias = "bytes | str | Path | Callable[[Path], None]"
 
 
 class _Payload(msgspec.Struct, frozen=True):
@@ -61,19 +62,20 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class WeightsWriter:
-    """Writes weights.bin as a stream; equal bytes are stored once.
+    """Collects weights.bin; equal bytes are stored once.
 
-    with WeightsWriter(path) as writer:
-        index = writer.add("fc.weight", "float32", [4, 8], array)
-    plan = Plan(..., weights=writer.weights)
+    writer = WeightsWriter()
+    index = writer.add("fc.weight", "float32", [4, 8], array)
+    write_plan(folder, Plan(..., weights=writer.weights), {"weights.bin": writer.write, ...})
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
+        from graphc.distinct import Distinct  # here: a program that only loads starts sooner
+
         self.weights: list[Weight] = []
-        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
         self._end = 0
-        self._places: dict[tuple[str, int], int] = {}
+        self._pieces: list[memoryview] = []
+        self._places: Distinct[int] = Distinct()
 
     def add(
         self,
@@ -84,30 +86,34 @@ class WeightsWriter:
         layout: str = "",
         origin: str = "",
     ) -> int:
-        """Appends one constant, given as its C-contiguous bytes; gives its index in `weights`."""
-        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
-        key = (digest(view), view.nbytes)
-        offset = self._places.get(key) if view.nbytes else 0
+        """Appends one constant, given as its C-contiguous bytes, which must stay as they are until
+        all is written; gives its index in `weights`."""
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+        offset = self._places.find(view) if view.nbytes else 0
         if offset is None:
             offset = -(-self._end // ALIGNMENT) * ALIGNMENT
-            self._file.seek(offset)
-            self._file.write(view)
-            self._places[key] = offset
+            self._pieces += [memoryview(bytes(offset - self._end)), view]
+            self._places.note(view, offset)
             self._end = offset + view.nbytes
         self.weights.append(
             Weight(name, dtype, list(shape), offset, view.nbytes, layout=layout, origin=origin)
         )
         return len(self.weights) - 1
 
-    def close(self) -> None:
-        self._file.truncate(self._end)
-        self._file.close()
-
-    def __enter__(self) -> WeightsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def write(self, path: Path) -> None:
+        """Writes the file, as much at a time as the kernel takes. Linux then keeps it in its page
+        cache in pages as large as it finds, where a mapped file is read faster than in pieces."""
+        waiting = [piece for piece in self._pieces if piece.nbytes]
+        first = 0
+        with path.open("wb", buffering=0) as file:
+            while first < len(waiting):
+                done = os.writev(file.fileno(), waiting[first : first + _MOST_PIECES])
+                while first < len(waiting) and done >= waiting[first].nbytes:
+                    done -= waiting[first].nbytes
+                    first += 1
+                if done:
+                    waiting[first] = waiting[first][done:]
 
 
 def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> Plan:
@@ -118,7 +124,7 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
         folder: where to. It must not exist, be empty, or hold a plan.
         plan: its `files` is ignored.
         files: every file but plan.json by its name in the folder ("kernels.so", "weights.bin",
-            "report.json", "graph.txt", "sources/x.cpp"). A Path is copied.
+            "report.json", "graph.txt", "sources/x.cpp").
 
     The folder is prepared beside its destination and moved there whole: a reader sees the old
     plan or the new one. Raises UsageError if the destination holds something else; OSError (disk
@@ -146,8 +152,10 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
         for name, content in files.items():
             path = work / _safe_name(name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, Path):
-                _copy(content, path)
+            if callable(content):
+                content(path)
+            elif isinstance(content, Path):
+                path.write_bytes(content.read_bytes())
             else:
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
             digests[name] = file_digest(path)
@@ -175,24 +183,6 @@ def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> 
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return plan
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copies a file in writes as large as the kernel takes. Linux then keeps it in its page cache
-    in pages as large as it finds, where a mapped file is read faster than in the pieces that
-    shutil.copyfile leaves."""
-    import mmap
-
-    with source.open("rb") as old, target.open("wb", buffering=0) as new:
-        size = os.fstat(old.fileno()).st_size
-        if size:
-            with mmap.mmap(old.fileno(), size, prot=mmap.PROT_READ) as mapped:
-                with contextlib.suppress(OSError):  # a write takes only what is in memory by then
-                    mapped.madvise(_POPULATE_READ)
-                with memoryview(mapped) as view:
-                    done = 0
-                    while done < size:
-                        done += new.write(view[done : done + _LARGEST_WRITE])
 
 
 def _safe_name(name: str) -> str:

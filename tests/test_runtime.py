@@ -150,10 +150,9 @@ def make_plan(folder: Path, library: Path, **fields: Any) -> Path:
     variants = fields.pop("variants", [{}])
     programs = [Program(**(program_fields | variant)) for variant in variants]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    binary = folder.parent / f"{folder.name}.weights"
-    with WeightsWriter(binary) as writer:
-        for array in weights:
-            writer.add("w", str(array.dtype), array.shape, array.tobytes())
+    writer = WeightsWriter()
+    for array in weights:
+        writer.add("w", str(array.dtype), array.shape, array.tobytes())
     plan = Plan(
         **{
             "format": FORMAT_VERSION, "abi": ABI_VERSION, "version": "0", "model": "hand.py:model",
@@ -166,8 +165,8 @@ def make_plan(folder: Path, library: Path, **fields: Any) -> Path:
             "positional_names": [t.name for t in inputs],
         } | fields
     )  # fmt: skip
-    write_plan(folder, plan, {"kernels.so": library, "weights.bin": binary, "report.json": "{}",
-                              "sources/kernels.cpp": KERNELS})  # fmt: skip
+    write_plan(folder, plan, {"kernels.so": library, "weights.bin": writer.write,
+                              "report.json": "{}", "sources/kernels.cpp": KERNELS})  # fmt: skip
     return folder
 
 
@@ -902,10 +901,11 @@ def test_digests_are_sha256(tmp_path: Path, size: int) -> None:
 
 
 def test_weights_are_aligned_and_stored_once(tmp_path: Path) -> None:
-    with WeightsWriter(tmp_path / "w") as writer:
-        a = writer.add("a", "float32", [3], np.arange(3, dtype=np.float32).tobytes())
-        b = writer.add("b", "float32", [1, 3], np.arange(3, dtype=np.float32).data, origin="m.b")
-        c = writer.add("c", "int8", [1], b"\5")
+    writer = WeightsWriter()
+    a = writer.add("a", "float32", [3], np.arange(3, dtype=np.float32).tobytes())
+    b = writer.add("b", "float32", [1, 3], np.arange(3, dtype=np.float32).data, origin="m.b")
+    c = writer.add("c", "int8", [1], b"\5")
+    writer.write(tmp_path / "w")
     weights = writer.weights
     assert (a, b, c) == (0, 1, 2)
     assert weights[0].offset == weights[1].offset == 0

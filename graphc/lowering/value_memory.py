@@ -7,13 +7,13 @@ way: views of views, weights, a concatenation, a row-major copy.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
 
+from graphc.distinct import Distinct
 from graphc.errors import InternalError
 from graphc.ir.content import raw_bytes
 from graphc.ir.graph import Graph, Node, Value
@@ -56,7 +56,7 @@ class ValueMemory:
         self.constants: list[ConstantInfo] = []
         self.memory: dict[Value, View] = {}
         self.row_major_copies: dict[View, View] = {}
-        self._constant_ids: dict[str, View] = {}
+        self._constant_views: Distinct[View] = Distinct()
         self._result_buffers: dict[Value, View] = {}  # results that go straight to the caller
 
     def _emit_loop(self, loop: Loop, names: Sequence[str], label: str) -> None:
@@ -189,16 +189,16 @@ class ValueMemory:
     def constant(self, name: str, data: torch.Tensor, layout: str = "", origin: str = "") -> View:
         """Stores a constant once per distinct content."""
         data = data.detach().contiguous()
-        digest = hashlib.sha256(raw_bytes(data)).hexdigest()
-        digest += f":{data.dtype}:{tuple(data.shape)}"
-        if digest in self._constant_ids:
-            return self._constant_ids[digest]
+        content, kind = raw_bytes(data), (data.dtype, tuple(data.shape))
+        known = self._constant_views.find(content, kind)
+        if known is not None:
+            return known
         self.constants.append(ConstantInfo(name, data, layout, origin or name))
         shape = tuple(int(s) for s in data.shape)
         view = self._buffer(
             "weight", len(self.constants) - 1, TensorType(dtype_name(data.dtype), shape), name
         )
-        self._constant_ids[digest] = view
+        self._constant_views.note(content, view, kind)
         return view
 
     # -- copies -------------------------------------------------------------------------------

@@ -181,16 +181,22 @@ static inline void load_query(const bf16* x, int64_t step, int64_t d, bf16* row,
   for (int64_t i = d; i < ld; i++) row[i] = bf16(0.0f);
 }
 
+// What is called with each row of keys or values that is read, to ask memory for others meanwhile.
+struct Quiet {
+  void ask(int64_t) {}
+};
+
 // sum[r * KB + j] = lanes to be added up to q[r] . k[j]. Rows are read one after the other: memory
 // delivers half as much to a walk that takes a line of each in turn.
-template <class T, int R, int KB>
+template <class T, int R, int KB, class Next>
 GC_INLINE void dot_block(const float* q, int64_t ldq, const T* k, int64_t step, int64_t d,
-                         vf (&sum)[R * KB]) {
+                         vf (&sum)[R * KB], Next& next) {
 #pragma GCC unroll 16
   for (int c = 0; c < R * KB; c++) sum[c] = vf{};
 #pragma GCC unroll 16
   for (int j = 0; j < KB; j++) {
     const T* row = k + j * step;
+    next.ask(d * (int64_t)sizeof(T));
     int64_t i = 0;
 #pragma GCC unroll 4
     for (; i + PAIR <= d; i += PAIR) {
@@ -213,9 +219,9 @@ GC_INLINE void dot_block(const float* q, int64_t ldq, const T* k, int64_t step, 
   }
 }
 #if defined(__AVX512BF16__)
-template <class T, int R, int KB>
+template <class T, int R, int KB, class Next>
 GC_INLINE void dot_block(const bf16* q, int64_t ldq, const bf16* k, int64_t step, int64_t d,
-                         vf (&sum)[R * KB]) {
+                         vf (&sum)[R * KB], Next& next) {
   auto dot = [](vf s, const bf16* x, __m512i y) {
     return (vf)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_loadu_si512(x), (__m512bh)y);
   };
@@ -224,6 +230,7 @@ GC_INLINE void dot_block(const bf16* q, int64_t ldq, const bf16* k, int64_t step
 #pragma GCC unroll 16
   for (int j = 0; j < KB; j++) {
     const bf16* row = k + j * step;
+    next.ask(d * (int64_t)sizeof(T));
     int64_t i = 0;
 #pragma GCC unroll 4
     for (; i + PAIR <= d; i += PAIR) {
@@ -240,21 +247,21 @@ GC_INLINE void dot_block(const bf16* q, int64_t ldq, const bf16* k, int64_t step
 }
 #endif
 
-template <class T, int R>
+template <class T, int R, class Next>
 GC_INLINE void dot_walk(const typename Query<T>::type* q, int64_t ldq, const T* k, int64_t step,
-                        int64_t d, int64_t keys, float* s, int64_t lds) {
+                        int64_t d, int64_t keys, float* s, int64_t lds, Next& next) {
   constexpr int KB = VL / R;
   if (keys < KB) {
     for (int64_t j = 0; j < keys; j++) {
       vf sum[R];
-      dot_block<T, R, 1>(q, ldq, k + j * step, step, d, sum);
+      dot_block<T, R, 1>(q, ldq, k + j * step, step, d, sum, next);
       for (int r = 0; r < R; r++) s[r * lds + j] = sum_of(sum[r]);
     }
     return;
   }
   for (int64_t j = 0;;) {  // the last block overlaps the one before
     vf sum[VL];
-    dot_block<T, R, KB>(q, ldq, k + j * step, step, d, sum);
+    dot_block<T, R, KB>(q, ldq, k + j * step, step, d, sum, next);
     const vf dots = sum_each(sum);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) memcpy(s + r * lds + j, (const float*)&dots + r * KB, KB * 4);
@@ -264,21 +271,22 @@ GC_INLINE void dot_walk(const typename Query<T>::type* q, int64_t ldq, const T* 
 }
 
 // s[r][j] = q[r] . k[j] for R rows, VL / R keys at a time.
-template <class T, int R>
+template <class T, int R, class Next = Quiet>
 static void dot_keys(const typename Query<T>::type* q, int64_t ldq, const T* k, int64_t step, int64_t d,
-                     int64_t keys, float* s, int64_t lds) {
-  if (d == 4 * PAIR) dot_walk<T, R>(q, ldq, k, step, 4 * PAIR, keys, s, lds);  // no inner loop
-  else dot_walk<T, R>(q, ldq, k, step, d, keys, s, lds);
+                     int64_t keys, float* s, int64_t lds, Next next = Next()) {
+  if (d == 4 * PAIR) dot_walk<T, R>(q, ldq, k, step, 4 * PAIR, keys, s, lds, next);  // no inner loop
+  else dot_walk<T, R>(q, ldq, k, step, d, keys, s, lds, next);
 }
 
 // out[r][c] = out[r][c] * factor[r] + sum over keys of p[r][j] * v[j][c], for R rows and C PAIRs of
 // columns in registers, of the last of which there are n; out in lane order.
-template <class T, int R, int C, bool FULL>
+template <class T, int R, int C, bool FULL, class Next>
 GC_INLINE void mix_block(const float* p, int64_t ldp, const T* v, int64_t step, int64_t keys, int64_t n,
-                         const float* factor, float* out, int64_t ldo) {
+                         const float* factor, float* out, int64_t ldo, Next& next) {
   vf sum[R][2 * C] = {};
   for (int64_t j = 0; j < keys; j++) {
     const T* row = v + j * step;
+    next.ask(C * PAIR * (int64_t)sizeof(T));
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
       vf a, b;
@@ -303,14 +311,15 @@ GC_INLINE void mix_block(const float* p, int64_t ldp, const T* v, int64_t step, 
 
 #if defined(__AVX512BF16__)
 // The same with weights in bf16, each the sum of PARTS numbers in as many rows of p.
-template <int R, int C, bool FULL, int PARTS>
+template <int R, int C, bool FULL, int PARTS, class Next>
 GC_INLINE void mix_pairs(const bf16* p, int64_t ldp, const bf16* v, int64_t step, int64_t keys, int64_t n,
-                         const float* factor, float* out, int64_t ldo) {
+                         const float* factor, float* out, int64_t ldo, Next& next) {
   __m512 sum[R][2 * C] = {};
   const __mmask32 lanes = first_lanes(n);
   for (int64_t j = 0; j < keys; j += 2) {
     const bool two = j + 1 < keys;  // else the second of the pair is multiplied by zero
-    const bf16 *row = v + j * step, *next = two ? row + step : row;
+    const bf16 *row = v + j * step, *other = two ? row + step : row;
+    next.ask(2 * C * PAIR * (int64_t)sizeof(bf16));
     __m512bh w[R][PARTS];
 #pragma GCC unroll 2
     for (int r = 0; r < R; r++)
@@ -324,8 +333,8 @@ GC_INLINE void mix_pairs(const bf16* p, int64_t ldp, const bf16* v, int64_t step
     for (int c = 0; c < C; c++) {
       const __m512i x = FULL ? _mm512_loadu_si512(row + c * PAIR)
                              : _mm512_maskz_loadu_epi16(lanes, row + c * PAIR);
-      const __m512i y = FULL ? _mm512_loadu_si512(next + c * PAIR)
-                             : _mm512_maskz_loadu_epi16(lanes, next + c * PAIR);
+      const __m512i y = FULL ? _mm512_loadu_si512(other + c * PAIR)
+                             : _mm512_maskz_loadu_epi16(lanes, other + c * PAIR);
       const __m512bh a = (__m512bh)_mm512_unpacklo_epi16(x, y);
       const __m512bh b = (__m512bh)_mm512_unpackhi_epi16(x, y);
 #pragma GCC unroll 2
@@ -359,32 +368,34 @@ static inline void put_weights(const float* x, int64_t n, int parts, bf16* p, in
     for (int64_t j = 0; j < n; j++) p[ldp + j] = bf16(x[j] - (float)p[j]);
 }
 
-template <class T, int R, int C, bool FULL, class W>
+template <class T, int R, int C, bool FULL, class W, class Next>
 GC_INLINE void mix_any(int parts, const W* p, int64_t ldp, const T* v, int64_t step, int64_t keys,
-                       int64_t n, const float* factor, float* out, int64_t ldo) {
+                       int64_t n, const float* factor, float* out, int64_t ldo, Next& next) {
 #if defined(__AVX512BF16__)
   if constexpr (sizeof(W) == 2) {
-    if (parts == 2) mix_pairs<R, C, FULL, 2>(p, ldp, v, step, keys, n, factor, out, ldo);
-    else mix_pairs<R, C, FULL, 1>(p, ldp, v, step, keys, n, factor, out, ldo);
+    if (parts == 2) mix_pairs<R, C, FULL, 2>(p, ldp, v, step, keys, n, factor, out, ldo, next);
+    else mix_pairs<R, C, FULL, 1>(p, ldp, v, step, keys, n, factor, out, ldo, next);
     return;
   }
 #endif
-  if constexpr (sizeof(W) == 4) mix_block<T, R, C, FULL>(p, ldp, v, step, keys, n, factor, out, ldo);
+  if constexpr (sizeof(W) == 4)
+    mix_block<T, R, C, FULL>(p, ldp, v, step, keys, n, factor, out, ldo, next);
 }
 
-template <class T, int R>
+template <class T, int R, class Next = Quiet>
 static void mix_keys(int parts, const typename Query<T>::type* p, int64_t ldp, const T* v, int64_t step,
-                     int64_t dv, int64_t keys, const float* factor, float* out, int64_t ldo) {
+                     int64_t dv, int64_t keys, const float* factor, float* out, int64_t ldo,
+                     Next next = Next()) {
   constexpr int C = GC_VBYTES == 64 || R == 1 ? 4 : 2;
   for (int64_t c = 0; c < dv;) {
     if (c + C * PAIR <= dv) {
-      mix_any<T, R, C, true>(parts, p, ldp, v + c, step, keys, PAIR, factor, out + c, ldo);
+      mix_any<T, R, C, true>(parts, p, ldp, v + c, step, keys, PAIR, factor, out + c, ldo, next);
       c += C * PAIR;
     } else if (c + PAIR <= dv) {
-      mix_any<T, R, 1, true>(parts, p, ldp, v + c, step, keys, PAIR, factor, out + c, ldo);
+      mix_any<T, R, 1, true>(parts, p, ldp, v + c, step, keys, PAIR, factor, out + c, ldo, next);
       c += PAIR;
     } else {
-      mix_any<T, R, 1, false>(parts, p, ldp, v + c, step, keys, dv - c, factor, out + c, ldo);
+      mix_any<T, R, 1, false>(parts, p, ldp, v + c, step, keys, dv - c, factor, out + c, ldo, next);
       c += PAIR;
     }
   }

@@ -6,12 +6,11 @@
 // rows) makes `out` of them.
 #pragma once
 #include "attention_decode.h"
-#include "vmath.h"
+#include "attention_record.h"
 
 namespace {
 using namespace gc;
 
-constexpr int64_t HEAD = 16;   // floats before the sums of a partial record
 constexpr int64_t FEW = 8;     // rows of a unit that memory sets the pace of
 
 // Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
@@ -21,22 +20,6 @@ constexpr bool in_one(int64_t rows, int64_t dv) { return rows <= FEW && dv == 4 
 constexpr int64_t block_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 512 : 64; }
 // Keys and values are read in turns of so many, which are also the longest sums.
 constexpr int64_t turn_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 256 : 16; }
-
-GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-GC_INLINE int64_t whole(int64_t n) { return (n + 31) & -32; }
-GC_INLINE int64_t record(int64_t dv) { return HEAD + whole(dv); }
-GC_INLINE double float_of(int64_t bits) { double d; memcpy(&d, &bits, 8); return d; }
-
-// Number i of a mask or of sinks in units of log2. Finite values stay finite: a row of finfo.min is
-// a row of equal scores, not a masked one.
-GC_INLINE float addend(const void* from, int64_t type, int64_t i) {
-  if (type == 4) return ((const uint8_t*)from)[i] ? 0.0f : NEGATIVE_INFINITY;
-  const float x = type == 1 ? ((const float*)from)[i]
-      : type == 2 ? (float)((const bf16*)from)[i] : (float)((const f16*)from)[i];
-  const float scaled = x * LOG2E;
-  return scaled == NEGATIVE_INFINITY && x != NEGATIVE_INFINITY ? -__FLT_MAX__ : scaled;
-}
 
 // One unit of work: some rows of a batch over a piece of the keys.
 template <class T>
@@ -150,29 +133,10 @@ struct Unit {
   // Scores of a row to weights 2^(score - maximum).
   void softmax(int64_t r, int64_t k0, int64_t n) {
     float* const row = scores + r * lds;
-    if (cap == 0.0f) {
-      for (int64_t j = 0; j < n; j += VL) store(row + j, load<vf>(row + j) * scale);
-    } else {
-      const float inner = scale / (cap * LOG2E), outer = cap * LOG2E;
-      for (int64_t j = 0; j < n; j++) row[j] = vtanh(row[j] * inner) * outer;
-    }
+    scale_scores(row, n, scale, cap);
     add_mask(r, k0, n, row);
-    for (int64_t j = n; j & (VL - 1); j++) row[j] = NEGATIVE_INFINITY;
-    vf most = splat(maximum[r]);
-    for (int64_t j = 0; j < n; j += VL) most = max_or_first(most, load<vf>(row + j));
-    const float now = most_of(most);
-    const float base = now == NEGATIVE_INFINITY ? 0.0f : now;
-    factor[r] = exp2_negative1(maximum[r] - base);
-    maximum[r] = now;
-    vf sum = {};
     const Coming next = coming(k0);
-    for (int64_t j = 0; j < n; j += VL) {
-      next.ask((r * n + j) / VL);
-      const vf e = exp2_negative(load<vf>(row + j) - base);
-      store(row + j, e);
-      sum += e;
-    }
-    total[r] = total[r] * factor[r] + sum_of(sum);
+    weigh_row(row, n, &maximum[r], &total[r], &factor[r], [&](int64_t i) { next.ask(r * n / VL + i); });
     put_weights(row, n, parts, weights + r * parts * lds, lds);
   }
 
@@ -199,19 +163,11 @@ template <class T>
 static void put(const gc_args* args, const gc_decode_shape* s, int64_t z, int64_t row, const float* x,
                 float maximum, float total) {
   const int64_t g = row / s->tq, t = row % s->tq;
-  float factor = total == 0.0f ? 0.0f : 1.0f / total;
-  if (s->sink_type && maximum != NEGATIVE_INFINITY) {
-    const float sink = addend(
-        args->ptr[4], s->sink_type, gc_batch_offset(s->size, s->sink_z, z) + g * s->sink_g);
-    const float most = sink > maximum ? sink : maximum, part = exp2_negative1(maximum - most);
-    factor = part / (total * part + exp2_negative1(sink - most));
-  }
+  float sink = NEGATIVE_INFINITY;
+  if (s->sink_type)
+    sink = addend(args->ptr[4], s->sink_type, gc_batch_offset(s->size, s->sink_z, z) + g * s->sink_g);
   T* o = (T*)args->ptr[1] + gc_batch_offset(s->size, s->out_z, z) + g * s->out_g + t * s->out_t;
-  if (s->out_d == 1) {
-    for (int64_t i = 0; i < s->dv; i++) o[i] = (T)(x[i] * factor);
-  } else {
-    for (int64_t i = 0; i < s->dv; i++) o[i * s->out_d] = (T)(x[i] * factor);
-  }
+  put_row(x, s->dv, row_factor(maximum, total, sink), o, s->out_d);
 }
 
 // scratch in floats: out [rows][dv], scores, weights [rows][lds], [dv], 3 x [ROWS], q [rows][d]; d
@@ -272,17 +228,8 @@ static void merge(const gc_args* args, int64_t begin, int64_t end) {
   const int64_t all = s->group * s->tq, step = record(s->dv);
   float* const x = (float*)args->scratch;
   for (int64_t i = begin; i < end; i++) {
-    const float* p = (const float*)args->ptr[2] + i * s->chunks * step;
-    float most = NEGATIVE_INFINITY, total = 0.0f;
-    for (int64_t c = 0; c < s->chunks; c++) most = p[c * step] > most ? p[c * step] : most;
-    const float base = most == NEGATIVE_INFINITY ? 0.0f : most;
-    for (int64_t j = 0; j < s->dv; j++) x[j] = 0.0f;
-    for (int64_t c = 0; c < s->chunks; c++) {
-      const float* part = p + c * step;
-      const float factor = exp2_negative1(part[0] - base);
-      total += part[1] * factor;
-      for (int64_t j = 0; j < s->dv; j++) x[j] += part[HEAD + j] * factor;
-    }
+    float most, total;
+    merge_records((const float*)args->ptr[2] + i * s->chunks * step, s->chunks, s->dv, x, &most, &total);
     put<T>(args, s, i / all, i % all, x, most, total);
   }
 }

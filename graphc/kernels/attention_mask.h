@@ -90,7 +90,7 @@ static Shown load_rows(const gc_prefill_shape* s, const T* mask, int64_t first, 
 }
 
 // Reads the mask of `lanes` lanes and `keys` keys; `offset` is that of the batch.
-static Shown load_mask_block(const gc_prefill_shape* s, const void* mask, int64_t offset,
+static inline Shown load_mask_block(const gc_prefill_shape* s, const void* mask, int64_t offset,
                              int64_t first, int64_t lanes, int64_t key, int64_t keys, float unit,
                              MaskBlock* block) {
   switch (s->mask_type) {
@@ -101,7 +101,7 @@ static Shown load_mask_block(const gc_prefill_shape* s, const void* mask, int64_
   }
 }
 
-static void add_mask_block(const MaskBlock* block, int64_t keys, float* scores) {
+static inline void add_mask_block(const MaskBlock* block, int64_t keys, float* scores) {
   if (block->shared) {
     for (int64_t j = 0; j < keys; j++)
       for (int64_t i = 0; i < GC_NR; i++) scores[j * GC_NR + i] += block->rows[j];
@@ -111,7 +111,7 @@ static void add_mask_block(const MaskBlock* block, int64_t keys, float* scores) 
 }
 
 // Hides the keys outside i - back .. i + ahead from query i.
-static void hide_positions(const gc_prefill_shape* s, int64_t first, int64_t key, int64_t keys,
+static inline void hide_positions(const gc_prefill_shape* s, int64_t first, int64_t key, int64_t keys,
                            float* scores) {
   int32_t lane[GC_NR];
   for (int32_t i = 0; i < GC_NR; i++) lane[i] = i;

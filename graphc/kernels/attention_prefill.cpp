@@ -10,7 +10,7 @@
 
 #include "attention_mask.h"
 #include "attention_pack.h"
-#include "attention_tile.h"
+#include "attention_panel.h"
 #include "vmath.h"
 
 namespace {
@@ -19,52 +19,6 @@ using namespace gc;
 constexpr int64_t KEYS = GC_ATTENTION_KEYS;
 GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-
-template <class Item> struct Panel {
-  int64_t first, lanes, width;  // lanes in use, and whole vectors of them
-  int64_t t0, t1;               // queries t0 .. t1
-  int64_t begin, end;           // keys that some lane sees; begin is a multiple of 32
-  bool fresh;                   // nothing summed yet
-  Item* q;                      // [steps(d)][32]
-  float *out, *base, *total;    // [32][columns]; maximum and sum of weights: [32]
-};
-
-static float read(const void* p, int64_t type, int64_t i) {
-  if (type == 1) return ((const float*)p)[i];
-  return type == 2 ? to_float(((const bf16*)p)[i]) : to_float(((const f16*)p)[i]);
-}
-
-// Turns a block of scores into weights; updates maximum and total of the panel, and rescales what it
-// has summed so far.
-template <class A, class Item>
-static void weigh(Panel<Item>* p, float* scores, int64_t keys, float factor, const float* top,
-                  int64_t columns) {
-  float rescale[GC_NR];
-  for (int64_t h = 0; h < p->width; h += VL) {
-    const vf before = load<vf>(p->base + h);
-    const vf now = max_or_first(before, load<vf>(top + h));
-    store(p->base + h, now);
-    const vf base = now == NEGATIVE_INFINITY ? vf{} : now;  // nothing seen yet: all stay 0
-    const vf change = exp2_weight<true>((before - base) * factor);
-    store(rescale + h, change);
-    vf sum;
-    A::weights(scores + h, keys, factor, base, &sum);
-    store(p->total + h, load<vf>(p->total + h) * change + sum);
-  }
-  if (p->fresh) return;
-  for (int64_t i = 0; i < p->lanes; i++)
-    if (rescale[i] != 1.0f)
-      for (int64_t j = 0; j < columns; j++) p->out[i * columns + j] *= rescale[i];
-}
-
-static void maximum(const float* scores, int64_t keys, int64_t width, float* top) {
-  for (int64_t h = 0; h < width; h += VL) {
-    vf m[2] = {splat(NEGATIVE_INFINITY), splat(NEGATIVE_INFINITY)};
-    for (int64_t j = 0; j < keys; j++)
-      m[j % 2] = max_or_first(m[j % 2], load<vf>(scores + j * GC_NR + h));
-    store(top + h, max_or_first(m[0], m[1]));
-  }
-}
 
 // T: storage of q. WIDEN: k and v are pairs that become fp32 block by block.
 template <class T, class A, bool WIDEN>
@@ -184,12 +138,7 @@ static void prefill(const gc_args* args, gc_epilogue epilogue, float scale, floa
 
     for (int64_t i = 0; i < count; i++) {
       Panel<Item>& p = unit[i];
-      for (int64_t l = 0; l < p.lanes; l++) {
-        const bool none = p.fresh || p.total[l] == 0.0f;
-        const float inverse = none ? 0.0f : 1.0f / p.total[l];
-        float* row = p.out + l * columns;
-        for (int64_t c = 0; c < columns; c++) row[c] = none ? 0.0f : row[c] * inverse;
-      }
+      finish(&p, columns);
       for (int64_t h = 0; h < s->group; h++) {
         const int64_t from = (p.first - h + s->group - 1) / s->group,
                       to = (p.first + p.lanes - h + s->group - 1) / s->group;

@@ -1,0 +1,37 @@
+// Attention of new tokens over sequences that have a past of their own length: query t of sequence b
+// is at position start[b] + t and sees the keys up to there, `back` positions behind it at most.
+//
+// Rows of keys and values lie in pages (paging.h) or, without a table, in one buffer per sequence.
+// Few queries: attention_cached_few.cpp; many: attention_cached_many.cpp.
+#pragma once
+#include "abi.h"
+#include "paging.h"
+
+// ptr = {q, out, start, table, k, v, partial, sinks}. Strides count elements; rows of keys, of values
+// and of results lie in one piece. The head of query g of key head h is h * group + g.
+struct gc_cached_shape {
+  gc_paging paging;
+  int64_t tq, heads, group, d, dv;  // heads: of keys
+  int64_t scale, soft_cap;          // bits of float64; soft_cap 0: none
+  int64_t back;
+  int64_t sink_type, sink_h;        // as of masks in attention_decode.h
+  int64_t q_b, q_h, q_t, q_d;       // out is dense [B, tq, heads * group, dv]
+  int64_t k_page, k_row, k_h;
+  int64_t v_page, v_row, v_h;
+  // Few queries: key heads of a unit, pieces of a sequence's keys at most, keys of one at least.
+  // Many: panels of 32 queries of a unit, in the first.
+  int64_t unit, pieces, piece;
+};
+
+namespace gc {
+
+// Keys [first, last) that some query of a sequence sees.
+struct Seen {
+  int64_t first, last;
+};
+static inline Seen keys_seen(const gc_cached_shape* s, int64_t start, int64_t t0, int64_t t1) {
+  const int64_t most = capacity(&s->paging), begin = start + t0 - s->back, end = start + t1;
+  return {begin < 0 ? 0 : begin, end < most ? end : most};
+}
+
+}  // namespace gc

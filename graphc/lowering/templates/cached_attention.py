@@ -1,0 +1,226 @@
+"""Attention of new tokens over sequences with a past of their own length, in pages or in one buffer
+per sequence (kernels/attention_cached.h); see graphc/ops/cached_attention.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphc.ir.types import product, same
+from graphc.lowering.context import Dim, LoweringContext, Refuse, View, ceildiv, rule
+from graphc.lowering.templates.attention import FAR, KEYS
+from graphc.lowering.templates.attention_decode import QUERIES
+from graphc.lowering.templates.attention_operands import MASK_TYPES
+from graphc.lowering.templates.operand import FAST, grain_for
+from graphc.lowering.templates.pack import PANEL
+from graphc.lowering.templates.pages import integers, paging
+from graphc.lowering.templates.strided import SIZES, float_bits
+from graphc.lowering.templates.strided import unit as constant_unit
+
+if TYPE_CHECKING:
+    from graphc.ir.graph import Node
+
+#: queries of a head of keys up to which rows of keys are read as they lie
+MOST_ROWS = 64
+#: bytes of keys that a unit of few queries reads of a row, about
+RUN = 4096
+#: of few queries: pieces of a sequence's keys at most, and keys of one at least, where reading is
+#: the work and where arithmetic is
+PIECES, PIECE, LONG_PIECE, MANY_ROWS = 32, 128, 256, 8
+#: SPAN of attention_cached_many.cpp; panels of a unit with four heads of keys or more, two, one
+SPAN, PANELS = 4 * KEYS, (32, 16, 8)
+#: of attention_cached_few.cpp: keys of a block, bytes of two of them
+BLOCK, BLOCKS = 16, 2 * (16 + 24 * 17) + 8
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where keys and values lie: `paging` as in kernels/paging.h, steps of a page (without a table:
+    of a sequence), a row and a head; `dense` if the heads of a row are neighbours."""
+
+    key: View
+    value: View
+    paging: list[Dim]
+    table: View | None
+    key_steps: tuple[Dim, Dim, Dim]
+    value_steps: tuple[Dim, Dim, Dim]
+    dense: bool
+
+
+@rule("graphc.paged_attention.default")
+def paged_attention(ctx: LoweringContext, node: Node) -> None:
+    """Over rows of keys and values in pages."""
+    pages, table = ctx.view(node.argument("pages")), integers(ctx, node, "table")
+    heads, width = int(node.argument("heads")), int(node.argument("width"))
+    size = ctx.static(node.argument("query").type.shape[3])
+    if size is None or not same(pages.shape[2], heads * (size + width)):
+        raise Refuse("rows that are not keys and values of all heads")
+    page, row = pages.strides[:2]
+    found = Rows(
+        pages, pages.with_(offset=pages.offset + heads * size), paging(ctx, pages, table), table,
+        (page, row, size), (page, row, width), True,
+    )  # fmt: skip
+    _emit(ctx, node, found, heads, width)
+
+
+@rule("graphc.cached_attention.default")
+def cached_attention(ctx: LoweringContext, node: Node) -> None:
+    """Over keys [B, Hk, S, D] and values [B, Hk, S, Dv], read with their strides."""
+    key, value = _rows(ctx, node, "key"), _rows(ctx, node, "value")
+    heads, width = ctx.static(key.shape[1]), ctx.static(value.shape[3])
+    if heads is None or width is None:
+        raise Refuse("an unknown number of heads, or unknown head sizes")
+    found = Rows(
+        key, value, [key.shape[2], key.shape[0], 0], None,
+        (key.strides[0], key.strides[2], key.strides[1]),
+        (value.strides[0], value.strides[2], value.strides[1]),
+        same(key.strides[1], key.shape[3]) and same(value.strides[1], width),
+    )  # fmt: skip
+    _emit(ctx, node, found, heads, width)
+
+
+def _rows(ctx: LoweringContext, node: Node, name: str) -> View:
+    view = ctx.view(node.argument(name))
+    return view if ctx.static(view.strides[-1]) == 1 else ctx.contiguous(node.argument(name))
+
+
+def _sinks(ctx: LoweringContext, node: Node) -> tuple[View | None, Dim]:
+    """The sinks, one per head or one for all, and the step between heads."""
+    value = node.argument("sinks")
+    if value is None:
+        return None, 0
+    view = ctx.view(value)
+    if view.dtype not in MASK_TYPES or view.dtype == "bool":
+        raise Refuse(f"attention with sinks of {view.dtype}")
+    per_head = len(view.shape) >= 3 and ctx.static(view.shape[-3]) != 1
+    others = [n for i, n in enumerate(view.shape) if i != len(view.shape) - 3]
+    if any(ctx.static(n) != 1 for n in others):
+        raise Refuse("sinks other than one per head")
+    return view, view.strides[-3] if per_head else 0
+
+
+def _emit(ctx: LoweringContext, node: Node, found: Rows, heads: int, width: int) -> None:
+    q = ctx.view(node.argument("query"))
+    if q.dtype not in FAST or found.key.dtype != q.dtype or found.value.dtype != q.dtype:
+        raise Refuse(f"attention over {q.dtype}, {found.key.dtype}, {found.value.dtype}")
+    batch, all_heads, tq = q.shape[:3]
+    known, size = ctx.static(all_heads), ctx.static(q.shape[3])
+    if known is None or size is None or known % heads:
+        raise Refuse("an unknown or uneven number of heads, or an unknown head size")
+    group = known // heads
+    start = integers(ctx, node, "start")
+    sinks, sink_step = _sinks(ctx, node)
+    back = node.argument("back")
+    (out,) = ctx.outputs(node)
+    sunk: list[Dim] = [0, 0] if sinks is None else [MASK_TYPES[sinks.dtype], sink_step]
+    immediates: list[Dim] = [
+        *found.paging, tq, heads, group, size, width, float_bits(float(node.argument("scale"))),
+        float_bits(float(node.argument("soft_cap"))), FAR if back is None else back, *sunk,
+        q.strides[0], q.strides[1], q.strides[2], q.strides[3],
+        *found.key_steps, *found.value_steps,
+    ]  # fmt: skip
+    inputs = [q, start, found.table or start, found.key, found.value, sinks or start]
+    work = _Work(node.name, batch, tq, heads, group, size, width, inputs, out, immediates)
+    queries = ctx.static(tq)
+    if queries is not None and queries <= QUERIES and group * queries <= MOST_ROWS:
+        _few(ctx, work, found, group * queries)
+    else:
+        _many(ctx, work)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The operands of both kernels; inputs: q, start, table, keys, values, sinks."""
+
+    label: str
+    batch: Dim
+    tq: Dim
+    heads: int
+    group: int
+    size: int
+    width: int
+    inputs: list[View]
+    out: View
+    immediates: list[Dim]
+
+    def pointers(self, partial: View) -> list[View]:
+        q, start, table, key, value, sinks = self.inputs
+        return [q, self.out, start, table, key, value, partial, sinks]
+
+
+def _few(ctx: LoweringContext, work: _Work, found: Rows, rows: int) -> None:
+    """Two Steps: pieces of each sequence's keys, then their sum."""
+    q, out, size, width = work.inputs[0], work.out, work.size, work.width
+    kind, heads = FAST[q.dtype], work.heads
+    unit = 1
+    if found.dense:
+        unit = min(heads, max(1, RUN // max(1, SIZES[q.dtype] * max(size, width))))
+    piece = PIECE if rows <= MANY_ROWS else LONG_PIECE
+    most = ctx.static(product([found.paging[0], _entries(found.paging[2])]))
+    pieces = PIECES if most is None else min(PIECES, max(1, most // piece))
+    record = 16 + PANEL * ceildiv(width, PANEL)
+    partial = out
+    if pieces > 1:
+        partial = ctx.workspace(
+            [work.batch * work.tq * heads * work.group, pieces, record], "float32"
+        )
+    deep, wide = (PANEL * ceildiv(n, PANEL) for n in (size, width))
+    floats = (
+        unit * rows * (deep + wide + 2) + rows * (2 * BLOCK + 1) + wide + unit * max(size, width)
+    )
+    pointers = work.pointers(partial)
+    immediates = [*work.immediates, unit, pieces, piece]
+    code = constant_unit(ctx, "attention_cached_few", kind)
+    ctx.kernel(
+        code,
+        f"gc_cached_few_{kind}",
+        pointers=pointers,
+        immediates=immediates,
+        reads=work.inputs,
+        writes=[out] if partial is out else [out, partial],
+        range=work.batch * ceildiv(heads, unit) * pieces,
+        scratch=4 * floats + BLOCKS,
+        label=work.label,
+    )
+    if partial is not out:
+        ctx.kernel(
+            code,
+            f"gc_cached_merge_{kind}",
+            pointers=pointers,
+            immediates=immediates,
+            reads=[*work.inputs, partial, out],
+            writes=[out],
+            range=work.batch * work.tq * heads * work.group,
+            grain=grain_for(ctx, 16 * record, 64),
+            scratch=4 * wide,
+            label=f"{work.label}.merge",
+        )
+
+
+def _entries(blocks: Dim) -> Dim:
+    """Pages of a sequence; one without a table."""
+    return 1 if isinstance(blocks, int) and blocks == 0 else blocks
+
+
+def _many(ctx: LoweringContext, work: _Work) -> None:
+    q, out, size, width = work.inputs[0], work.out, work.size, work.width
+    kind, heads = FAST[q.dtype], work.heads
+    panels = ceildiv(work.tq * work.group, PANEL)
+    unit = PANELS[0 if heads >= 4 else 1 if heads >= 2 else 2]
+    known = ctx.static(panels)
+    if known is not None:
+        unit = max(1, min(unit, known))
+    columns = PANEL * ceildiv(width, PANEL)
+    floats = PANEL * (KEYS + 1) + unit * (PANEL * (size + columns + 2) + 24)
+    floats += max(size, width) + SPAN * (4 + size + columns) + 64
+    ctx.kernel(
+        constant_unit(ctx, "attention_cached_many", kind),
+        f"gc_cached_many_{kind}",
+        pointers=work.pointers(out),
+        immediates=[*work.immediates, unit, 0, 0],
+        reads=work.inputs,
+        writes=[out],
+        range=work.batch * heads * ceildiv(panels, unit),
+        scratch=4 * floats,
+        label=work.label,
+    )

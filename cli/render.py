@@ -153,7 +153,8 @@ def fallback_line(report: BuildReport) -> str:
 def print_passes(passes: Sequence[PassRecord]) -> None:
     """One line a pass, then its matches by rule and each refusal with reason and source line."""
     verified = any(record.max_abs is not None for record in passes)
-    columns = ["pass", "phase", "operators", "matches", "refused", "launches", "traffic", "time"]
+    columns = ["pass", "phase", "operators", "matches", "refused", "launches", "traffic", "weights",
+               "time"]  # fmt: skip
     rows = [
         [
             record.name,
@@ -163,12 +164,13 @@ def print_passes(passes: Sequence[PassRecord]) -> None:
             len(record.refusals) or "",
             f"-{record.launches_removed}" if record.launches_removed else "",
             f"-{size(record.bytes_removed)}" if record.bytes_removed else "",
+            _less(record.weight_bytes_removed),
             duration(record.seconds),
             *([_error(record.max_abs), _error(record.max_rel)] if verified else []),
         ]
         for record in passes
     ]
-    print_table([*columns, *(["max abs", "max rel"] if verified else [])], rows, "llrrrrrrrr")
+    print_table([*columns, *(["max abs", "max rel"] if verified else [])], rows, "llrrrrrrrrr")
     for record in passes:
         if not record.matches and not record.refusals:
             continue
@@ -180,6 +182,10 @@ def print_passes(passes: Sequence[PassRecord]) -> None:
         for refusal in record.refusals:
             where = f"  at {refusal.where}" if refusal.where else ""
             click.echo(f"  refused {refusal.rule} {refusal.node}: {refusal.reason}{where}")
+
+
+def _less(nbytes: int) -> str:
+    return "" if not nbytes else f"-{size(nbytes)}" if nbytes > 0 else f"+{size(-nbytes)}"
 
 
 def places_text(places: Sequence[str], most: int = 3) -> str:

@@ -80,6 +80,14 @@ def pipeline(disable: Sequence[str] = (), options: Sequence[str] = ()) -> Sequen
     return chosen
 
 
+def machine_options(level: Isa, graphs: int) -> list[str]:
+    """Options of passes that depend on the machine, or on how many graphs share the weights of the
+    plan; the user's come behind them."""
+    # another graph may read the same weights for many rows, in their plain form
+    fast = "avx512_bf16" in level.features and graphs == 1
+    return [] if fast else ["coded_linear{enabled=no}"]
+
+
 @rarely_collected()
 def build_captured(
     captured: Captured,
@@ -107,7 +115,10 @@ def build_captured(
     if options.isa is not None:
         level = level.lowered(options.isa)
     phase = options.phase or table.default_phase_of(model)
-    passes = pipeline(options.disable_pass, options.pass_options)
+    graphs = len(sides) or 1 + len(variants)
+    passes = pipeline(
+        options.disable_pass, [*machine_options(level, graphs), *options.pass_options]
+    )
 
     def transform(graph: Graph, phase: str) -> tuple[Graph, list[PassRecord]]:
         return run_passes(

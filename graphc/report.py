@@ -35,7 +35,8 @@ class Refusal(msgspec.Struct, frozen=True):
 
 class PassRecord(msgspec.Struct, frozen=True):
     """One pass on one phase. `launches_removed` counts operators that no longer run on their own;
-    `bytes_removed` is intermediate traffic at the largest bucket. max_abs/max_rel are the largest
+    `bytes_removed` is intermediate traffic at the largest bucket, `weight_bytes_removed` what the
+    weights take less (negative: more). max_abs/max_rel are the largest
     differences of any output against the graph before the pass (max_rel relative to the output's
     largest value); None when not verified."""
 
@@ -49,6 +50,7 @@ class PassRecord(msgspec.Struct, frozen=True):
     refusals: list[Refusal] = []
     launches_removed: int = 0
     bytes_removed: int = 0
+    weight_bytes_removed: int = 0
     max_abs: float | None = None
     max_rel: float | None = None
 

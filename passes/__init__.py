@@ -25,6 +25,7 @@ from passes.simplify.index_arithmetic import IndexArithmetic
 from passes.simplify.joined_slices import JoinedSlices
 from passes.simplify.linear_from_matmul import LinearFromMatmul
 from passes.simplify.view_simplification import ViewSimplification
+from passes.weights.coded_linear import CodedLinear
 
 PIPELINE: tuple[Pass, ...] = (
     ViewSimplification(),  # first: fewer spellings of views for everything after it
@@ -53,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     JoinedSlices(),  # what was put side by side is, in the merged product
     ViewSimplification(),  # what the rewrites above left between views
     CommonSubexpressions(),
+    CodedLinear(),  # last of all that looks for linears
     DeadCode(),  # last: nothing unread reaches lowering
 )
 

@@ -269,7 +269,7 @@ def test_vector_products(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
-@pytest.mark.parametrize("kind", ["f32", "bf16"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "coded"])
 def test_sums_stay_in_registers(kind: str, tmp_path: Path) -> None:
     """A compiler that spills accumulators costs two thirds of the speed and no result."""
     unit = Unit(f"gemm_{kind}", (KERNELS / f"gemm_{kind}.cpp").read_text())

@@ -2,6 +2,7 @@
 
 from graphc.ops.attention import attention
 from graphc.ops.cached_attention import cached_attention, paged_attention, position_mask
+from graphc.ops.coded_linear import coded_linear
 from graphc.ops.delta_rule import delta_rule
 from graphc.ops.experts import experts
 from graphc.ops.integer_linear import integer_linear
@@ -13,7 +14,7 @@ from graphc.ops.short_convolution import short_convolution
 from graphc.ops.sparse_attention import latent_attention, sparse_attention
 
 __all__ = [
-    "append_pages", "attention", "cached_attention", "delta_rule", "experts", "gru",
+    "append_pages", "attention", "cached_attention", "coded_linear", "delta_rule", "experts", "gru",
     "integer_linear", "latent_attention", "lightning_indexer", "lstm", "paged_attention",
     "paged_lightning_indexer", "position_mask", "read_pages", "residual_mix", "short_convolution",
     "sparse_attention",

@@ -125,6 +125,7 @@ def _record(
         refusals=log.refusals,
         launches_removed=launches[0] - traffic[0],
         bytes_removed=launches[1] - traffic[1],
+        weight_bytes_removed=_weight_bytes(before) - _weight_bytes(after),
         max_abs=None if worst is None else worst.max_abs,
         max_rel=None if worst is None else worst.max_rel,
     )
@@ -139,6 +140,10 @@ def _work(graph: Graph, limits: Mapping[str, int]) -> tuple[int, int]:
     computing = [n for n in graph.nodes if not is_view(n)]
     known: dict[Dim, int] = {}
     return len(computing), sum(_bytes(n, sizes, known) for n in computing)
+
+
+def _weight_bytes(graph: Graph) -> int:
+    return sum(tensor.nbytes for tensor in graph.weights.values())
 
 
 def is_view(node: Node) -> bool:

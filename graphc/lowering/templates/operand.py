@@ -44,7 +44,8 @@ class Operand:
 class Product:
     """out[z] = alpha * a[z] [m, k] x b[z] [k, n] + beta * c[z] [m, n], batches of shape `size`.
 
-    `weight` is a constant b as [n, k] tensor. `operands` are the graph values of a and b, which
+    `weight` is a constant b as [n, k] tensor; `coded` is one as graphc.ops.coded_linear spells it.
+    `operands` are the graph values of a and b, which
     integer products ask for their range. `result` is (Z, M) as the operator's epilogue
     counts them, whatever was merged here (None: the operator takes no epilogue).
     """
@@ -58,6 +59,7 @@ class Product:
     c: Operand | None = None
     size: tuple[Dim, ...] = ()
     weight: Any = None
+    coded: Any = None
     operands: tuple[Any, Any] | None = None
     result: tuple[Dim, Dim] | None = None
     alpha: float = 1.0

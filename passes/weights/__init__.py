@@ -1,0 +1,1 @@
+"""Passes over how weights are stored."""

@@ -14,6 +14,7 @@
 #include "abi.h"
 
 #define GC_CONV_PANEL 32   // output channels of one unit
+#define GC_CONV_GROUP 16   // most panels that a tile of pixels meets in turn
 #define GC_CONV_ROWS 14    // pixels of the largest micro tile at any ISA level
 #define GC_WINOGRAD_CHANNELS 16  // fewest input channels of conv_winograd.cpp
 
@@ -26,13 +27,25 @@ struct gc_conv_shape {
   int64_t block;             // pixels of one unit, counted on through all images
 };
 
-// ptr = {x, packed weights, bias?}, x_c = 1; one unit is (group, block of pixels, panel).
-// scratch: conv_scratch of graphc/lowering/templates/convolution.py.
+// What an epilogue does, where that is no more than adding a second value, cutting off below and
+// storing in x's dtype: whole tiles are then finished in registers, the epilogue is for the others.
+struct gc_conv_finish {
+  char* out;                           // result [image, pixel, channel]
+  const char* add;                     // what is added, likewise, or null
+  int64_t out_z, out_m, add_z, add_m;  // bytes between images and between pixels
+  float low;                           // least result: 0 for relu, -inf for none
+};
+
+// ptr = {x, packed weights, bias?}, x_c = 1; one unit is (group, block of pixels, panel); finish may
+// be null. scratch: unit_scratch of graphc/lowering/templates/convolution.py.
 #define GC_CONV(name)                                                              \
   extern "C" void gc_conv_##name(const gc_args* args, gc_epilogue epilogue,        \
                                  int64_t begin, int64_t end)
-GC_CONV(f32);
-GC_CONV(bf16);
+#define GC_CONV_FINISHED(name)                                                     \
+  extern "C" void gc_conv_##name(const gc_args* args, gc_epilogue epilogue,        \
+                                 const gc_conv_finish* finish, int64_t begin, int64_t end)
+GC_CONV_FINISHED(f32);
+GC_CONV_FINISHED(bf16);
 // Transposed: one unit is (group, phase of the stride, block of pixels of that phase, panel).
 GC_CONV(transposed_f32);
 GC_CONV(transposed_bf16);
@@ -62,6 +75,9 @@ struct gc_conv_tile {
   const float* init;          // a row of biases (ldi 0) or earlier sums
   int64_t ldi;
   float* sums;                // rows of GC_CONV_PANEL
+  const gc_conv_finish* finish;  // unless null, finished rows go to `out` instead, of 32 channels
+  char* out;
+  const char* add;
 };
 extern "C" void gc_conv_tile_f32(const gc_conv_tile* tile, int64_t mr, int64_t width);
 extern "C" void gc_conv_tile_bf16(const gc_conv_tile* tile, int64_t mr, int64_t width);

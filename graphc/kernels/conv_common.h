@@ -58,6 +58,7 @@ static inline void conv_sum(gc_conv_tile t, int64_t mr, int64_t width) {
   const int64_t taps = t.taps, channels = t.c, most = max64(1, CONV_SUM / channels);
   const char* const* pixels = t.pixels;
   const char* weights = t.weights;
+  const gc_conv_finish* const finish = t.finish;
   for (int64_t k = 0; k < taps; k += most) {
     t.taps = min64(most, taps - k);
     t.pixels = pixels + k * t.ld;
@@ -65,6 +66,7 @@ static inline void conv_sum(gc_conv_tile t, int64_t mr, int64_t width) {
       t.offset = c * (int64_t)sizeof(T);
       t.c = min64(CONV_SUM, channels - c);
       t.weights = weights + k * t.tap_bytes + c * width * (int64_t)sizeof(T);
+      t.finish = k + most >= taps && c + CONV_SUM >= channels ? finish : nullptr;
       run_tile(kind, t, mr, width);
       t.init = t.sums;
       t.ldi = GC_NR;
@@ -80,7 +82,7 @@ template <class T> struct Scratch {
   Scratch(const gc_args* args, int64_t entries, int64_t channels) {
     sums = (float*)args->scratch;
     bias = sums + GC_CONV_ROWS * GC_NR;
-    table = (const char**)(bias + GC_NR);
+    table = (const char**)(bias + GC_CONV_GROUP * GC_NR);
     zeros = (char*)(table + entries);
     memset(zeros, 0, (size_t)channels * sizeof(T));
   }

@@ -34,7 +34,7 @@ static void expand(const gc_args* args, gc_epilogue epilogue, int64_t begin, int
       for (int64_t t = 0; t < tiles; t++) {
         const int64_t r0 = t * n / tiles, mr = (t + 1) * n / tiles - r0;
         conv_sum<T>({scratch.table + r0, s->block, 1, 0, s->c, weights, panels.tap_bytes(p),
-                     bias + p * GC_NR, 0, scratch.sums}, mr, wide);
+                     bias + p * GC_NR, 0, scratch.sums, nullptr, nullptr, nullptr}, mr, wide);
         for (int64_t r = 0; r < mr; r++)
           memcpy(tile + (r0 + r) * columns + p * GC_NR, scratch.sums + r * GC_NR,
                  (size_t)nr * sizeof(float));

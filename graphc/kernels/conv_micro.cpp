@@ -1,8 +1,11 @@
 // Micro-kernels of the convolution (gc_conv_tile in conv.h). Pixels are read where they lie: a value,
 // or a pair of bf16, is broadcast from memory.
+#include <type_traits>
+
 #include "conv.h"
 #include "isa.h"
 #include "num.h"
+#include "vec.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -86,6 +89,27 @@ template <> struct conv_step<bf16> {
   }
 };
 
+// Asks for what a tile reads and writes when its products are there.
+template <class T, int MR>
+GC_INLINE void fetch_finish(const gc_conv_tile& t) {
+  for (int r = 0; r < MR; r++)
+    for (int64_t i = 0; i < GC_NR * (int64_t)sizeof(T); i += 64) {
+      __builtin_prefetch(t.out + r * t.finish->out_m + i, 1);
+      if (t.add) __builtin_prefetch(t.add + r * t.finish->add_m + i, 0);
+    }
+}
+
+GC_INLINE void store_row(float* out, const vf* row, int count) {
+  for (int v = 0; v < count; v++) store(out + v * VL, row[v]);
+}
+GC_INLINE void store_row(bf16* out, const vf* row, int count) {
+#if defined(__AVX512BF16__) && GC_VBYTES == 64
+  if (count == 2)  // one store costs the products less than two
+    return store(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)row[1], (__m512)row[0]));
+#endif
+  for (int v = 0; v < count; v++) store(out + v * VL, to_bf16(row[v]));
+}
+
 // NV vectors of type V, columns from h on of panels `wide` columns wide. Few accumulators: U steps go
 // to separate sums, which hides the latency of the multiply-add.
 template <class T, class V, int MR, int NV, int U>
@@ -93,7 +117,24 @@ GC_INLINE void conv_columns(const gc_conv_tile& t, int64_t wide, int64_t h) {
   typedef conv_step<T> S;
   constexpr int64_t L = sizeof(V) / 4, each = S::channels * sizeof(T);  // bytes of a pixel
   const int64_t row = wide * each;                                     // of weights of a step
+  // Sums of bf16 start from `init`, so that less waits for the last products. In fp32 it comes last:
+  // earlier sums are added to as a whole, and short chains keep the error low.
+  constexpr bool ahead = sizeof(T) == 2;
+  const float* const init = t.init + h;
   V acc[U][MR][NV] = {};
+  if (ahead && t.ldi == 0) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+      const V first = load<V>(init + v * L);
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) acc[0][r][v] = first;
+    }
+  } else if (ahead) {
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) acc[0][r][v] = load<V>(init + r * t.ldi + v * L);
+  }
   const int64_t steps = t.c / S::channels;
   for (int64_t tap = 0; tap < t.taps; tap++) {
     const char* x[MR];
@@ -117,29 +158,40 @@ GC_INLINE void conv_columns(const gc_conv_tile& t, int64_t wide, int64_t h) {
     for (; i < steps; i++, at += each, w += row) S::template run<V, MR, NV>(x, at, w, acc[0]);
     if (S::channels > 1 && t.c % S::channels) S::template last<V, MR, NV>(x, at, w, acc[0]);
   }
-  // init last, so that earlier sums are added to as a whole: short chains keep the error low
-  float* const sums = t.sums + h;
-  auto finish = [&](auto init_of) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) {
-        V sum = acc[0][r][v];
+  auto sum_of = [&](int r, int v) __attribute__((always_inline)) {
+    V sum = acc[0][r][v];
 #pragma GCC unroll 8
-        for (int u = 1; u < U; u++) sum += acc[u][r][v];
-        store(sums + r * GC_NR + v * L, sum + init_of(r, v));
-      }
+    for (int u = 1; u < U; u++) sum += acc[u][r][v];
+    if (!ahead) sum += load<V>(init + r * t.ldi + v * L);
+    return sum;
   };
-  if (t.ldi == 0) {
-    V init[NV];
+  if constexpr (sizeof(V) == sizeof(vf) && (GC_VBYTES < 64 || NV == 2)) {
+    if (t.finish) {  // stores of sums would take the place of products: none are made
+      const float low = t.finish->low;
+      const int64_t out_m = t.finish->out_m, add_m = t.finish->add_m;
+      char* const out = t.out + h * sizeof(T);
+      const char* const add = t.add + h * sizeof(T);
+      auto rows = [&](auto adds) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; r++) {
+          vf values[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) init[v] = load<V>(t.init + h + v * L);
-    finish([&](int, int v) __attribute__((always_inline)) { return init[v]; });
-  } else {
-    finish([&](int r, int v) __attribute__((always_inline)) {
-      return load<V>(t.init + r * t.ldi + h + v * L);
-    });
+          for (int v = 0; v < NV; v++) {
+            values[v] = sum_of(r, v);
+            if (adds) values[v] += vload((const T*)(add + r * add_m) + v * L, All{});
+            values[v] = vmax(values[v], low);
+          }
+          store_row((T*)(out + r * out_m), values, NV);
+        }
+      };
+      return t.add ? rows(std::true_type{}) : rows(std::false_type{});
+    }
   }
+  float* const sums = t.sums + h;
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) store(sums + r * GC_NR + v * L, sum_of(r, v));
 }
 
 template <class T, class V, int MR, int NV>
@@ -152,6 +204,7 @@ static void conv_part(const gc_conv_tile& t, int64_t wide, int64_t h) {
 // cost half of one on CPUs that split their 512-bit units.
 template <class T, int MR>
 static void conv_micro(const gc_conv_tile& t, int64_t wide) {
+  if (t.finish) fetch_finish<T, MR>(t);
 #if GC_VBYTES == 64
   if (wide == 32) return conv_part<T, vf, MR, 2>(t, wide, 0);
   if (wide >= 16) conv_part<T, vf, MR, 1>(t, wide, 0);

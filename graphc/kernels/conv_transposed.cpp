@@ -67,7 +67,7 @@ static void convolve(const gc_args* args, gc_epilogue epilogue, int64_t begin, i
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t r0 = t * count / tiles, mr = (t + 1) * count / tiles - r0;
       gc_conv_tile tile = {nullptr, s->block, 1, 0, s->c, nullptr, panels.tap_bytes(p),
-                           scratch.bias, 0, scratch.sums};
+                           scratch.bias, 0, scratch.sums, nullptr, nullptr, nullptr};
       for (int64_t tap = 0; tap < taps; tap++) {
         if (!used(tap)) continue;
         tile.pixels = scratch.table + tap * s->block + r0;

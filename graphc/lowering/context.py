@@ -65,6 +65,8 @@ class Epilogue:
     int64_t m0, int64_t mr, int64_t n0, int64_t nr)` (abi.h: gc_epilogue); it stores the results.
     Its pointers and immediates must be appended after the rule's own: the rule asks for it with
     the counts of its own pointers and immediates.
+
+    `finish`, unless empty, is the body of `gc_conv_finish f(const gc_args* a)`: see conv.h.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Epilogue:
     immediates: tuple[Dim, ...]
     reads: tuple[View, ...]
     writes: tuple[View, ...]
+    finish: str = ""
 
 
 class LoweringContext(Protocol):

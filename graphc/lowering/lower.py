@@ -32,6 +32,7 @@ from graphc.lowering.loop_axes import collapsible, result_axes
 from graphc.lowering.loop_build import build_loop
 from graphc.lowering.loop_codegen import generate
 from graphc.lowering.loop_epilogue import generate_epilogue
+from graphc.lowering.loop_finish import generate_finish
 from graphc.lowering.loops import Loop
 from graphc.lowering.steps import (
     FallbackStep,
@@ -339,9 +340,10 @@ class Lowering(ValueMemory):
         loop = build_loop(self, group, stored, self.grouping)
         loop = collapsible(loop, parts, self._copied)
         name, source, arguments = generate_epilogue(loop, parts, pointers, immediates)
+        finish = generate_finish(loop, parts, arguments)
         return Epilogue(
             name, source, tuple(arguments.pointers), tuple(arguments.immediates),
-            tuple(load.view for load in loop.loads()), tuple(s.view for s in loop.stores),
+            tuple(load.view for load in loop.loads()), tuple(s.view for s in loop.stores), finish,
         )  # fmt: skip
 
     def kernel(

@@ -18,8 +18,8 @@ from graphc.lowering.templates.operand import (
     grain_for,
 )
 
-#: GC_CONV_PANEL and GC_CONV_ROWS in conv.h, SEGMENT in conv_depthwise.cpp
-PANEL, TILE, SEGMENT = 32, 14, 112
+#: GC_CONV_PANEL, GC_CONV_ROWS and GC_CONV_GROUP in conv.h, SEGMENT in conv_depthwise.cpp
+PANEL, TILE, GROUP, SEGMENT = 32, 14, 16, 112
 #: bytes of input that the pixels of one unit may read: they stay in the second-level cache
 INPUT_BYTES = 1 << 18
 #: pixels of one unit: few where the weights stay in the second-level cache, so that results and
@@ -211,11 +211,15 @@ def emit_fast(
         work, scratch = PANEL * block * g.c * g.taps, unit_scratch(g, block)
     if not minimal:
         grain = grain_for(ctx, work, 16)
-    function = f"gc_{name}_{kind}"
+    finish, source = ("nullptr, ", "") if name == "conv" else ("", "")
+    if finish and epilogue.finish and epilogue.writes[0].dtype == g.x.dtype:
+        finish = "&finish, "
+        source = f"static gc_conv_finish finish_of(const gc_args* a) {{\n{epilogue.finish}}}\n"
     text = f"""#include "conv.h"
 {epilogue.source}
-GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
-  {function}(args, {epilogue.name}, begin, end);
+{source}GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
+{"  const gc_conv_finish finish = finish_of(args);" if source else ""}
+  gc_{name}_{kind}(args, {epilogue.name}, {finish}begin, end);
 }}
 """
     unit, symbol = entry_unit(name, text)
@@ -268,7 +272,7 @@ def unit_pixels(ctx: LoweringContext, g: _Geometry, pixels: Dim) -> int:
 def unit_scratch(g: _Geometry, block: int) -> Dim:
     """Bytes of `Scratch` in conv_common.h, and the places of a transposed convolution's pixels."""
     zeros = (g.c + 1) * itemsize(g.x.dtype)
-    return 4 * (TILE * PANEL + PANEL) + 8 * (g.taps + 1) * block + zeros + 8
+    return 4 * (TILE * PANEL + GROUP * PANEL) + 8 * (g.taps + 1) * block + zeros + 8
 
 
 def arranged(ctx: LoweringContext, node: Any, g: _Geometry, merged: bool) -> _Geometry:

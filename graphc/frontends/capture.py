@@ -6,6 +6,7 @@ what torch.export knows only in its guards.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -104,21 +105,31 @@ def capture(
     asked = asked_dims(module, args, keywords, dynamic_shapes)
     plain = frozenset(a.name for a in asked.values() if not a.derived)
     before = plain_numbers(module)
-    with watched(module) as after:
+    with _families(module), watched(module) as after:
         program, notes = _export(module, args, keywords, bound(dynamic_shapes, plain))
     check_unchanged(module, before, after, *_examples(args, keywords))
     program = _decompose(program, keep)
     captured = _assemble(program, asked, notes, names=spread_names(module, args))
-    graph, refused = lower_minimum(
-        captured.graph, program, module, *_examples(args, keywords),
-        {place.name: place for place in asked.values() if not place.derived},
-    )  # fmt: skip
+    with _families(module):
+        graph, refused = lower_minimum(
+            captured.graph, program, module, *_examples(args, keywords),
+            {place.name: place for place in asked.values() if not place.derived},
+        )  # fmt: skip
     return replace(
         captured,
         graph=graph,
         positional_names=positional_names(module, len(args)),
         notes=(*captured.notes, *refused),
     )
+
+
+def _families(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Parts of transformers' models that cannot be traced for all lengths are operators inside."""
+    if not any(type(m).__module__.startswith("transformers.models.") for m in module.modules()):
+        return contextlib.nullcontext()
+    from graphc.frontends.decoder.families import substituted
+
+    return substituted(module)
 
 
 def _examples(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -268,7 +268,10 @@ def _triangle(n: Dim) -> Dim:
     return n * (n + 1) // 2 if isinstance(n, int) else as_dim(n * (n + 1) / 2)
 
 
-_DOT_PRODUCTS = r"gemm_|attention_|lightning_|conv_(?!depthwise)|gc_(grouped|experts_gate|experts_down|recurrent)"
+_DOT_PRODUCTS = (
+    r"gemm_|attention_|lightning_|conv_(?!depthwise)"
+    r"|gc_(grouped|experts_gate|experts_down|recurrent)"
+)
 
 
 def arithmetic(step: KernelStep) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphc.errors import UnsupportedError
 from graphc.frontends.decoder.book import current_book
-from graphc.frontends.decoder.families import rebindings
 
 #: attention over the past of the current book; no mask is ever made
 ATTENTION = "graphc"
@@ -90,20 +86,3 @@ def install(model: Any) -> None:
     for part in {id(c): c for c in (model.config, config)}.values():
         part._attn_implementation = INDEXED if indexed else ATTENTION
         part._experts_implementation = EXPERTS
-
-
-@contextmanager
-def substituted(model: torch.nn.Module) -> Iterator[None]:
-    """Names of the model's own modules that stand for operators of graphc, while inside."""
-    used = {type(part).__module__ for part in model.modules()}
-    saved: list[tuple[Any, str, Any]] = []
-    try:
-        for name, table in rebindings(used):
-            module = sys.modules[name]
-            for attribute, replacement in table.items():
-                saved.append((module, attribute, getattr(module, attribute)))
-                setattr(module, attribute, replacement)
-        yield
-    finally:
-        for module, attribute, value in reversed(saved):
-            setattr(module, attribute, value)

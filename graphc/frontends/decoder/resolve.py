@@ -48,7 +48,7 @@ def opened_decoder(
             options = {"bytes_are_tokens": found.config.vocab_size <= BYTES}
             yield hybrid.hybrid_decoder(found, pages=pages, slots=slots, **options).eval(), longest
         return
-    from graphc.frontends.decoder.hooks import substituted
+    from graphc.frontends.decoder.families import substituted
 
     with substituted(found):
         decoder = transformers_decoder(found, pages=pages, slots=slots).eval()

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 
 def rebindings(modules: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -19,3 +23,20 @@ def rebindings(modules: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         family = importlib.import_module(f"{__name__}.{info.name}")
         if family.MODULE in modules:
             yield family.MODULE, family.REBIND
+
+
+@contextmanager
+def substituted(model: torch.nn.Module) -> Iterator[None]:
+    """Names of the model's own modules that stand for operators of graphc, while inside."""
+    used = {type(part).__module__ for part in model.modules()}
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for name, table in rebindings(used):
+            module = sys.modules[name]
+            for attribute, replacement in table.items():
+                saved.append((module, attribute, getattr(module, attribute)))
+                setattr(module, attribute, replacement)
+        yield
+    finally:
+        for module, attribute, value in reversed(saved):
+            setattr(module, attribute, value)

@@ -11,6 +11,7 @@ from passes.fusion.lightning_indexer import LightningIndexer
 from passes.fusion.merged_linear import MergedLinear
 from passes.fusion.paged_attention import PagedAttention
 from passes.fusion.rms_norm import RmsNorm
+from passes.fusion.routing import Routing
 from passes.fusion.softmax import Softmax
 from passes.fusion.split_attention import SplitAttention
 from passes.quantization.integer_conv import IntegerConv
@@ -50,6 +51,7 @@ PIPELINE: tuple[Pass, ...] = (
     Assembled(),  # keys filled part by part, before absorption looks at their parts
     AbsorbedLatent(),  # keys and values are not expanded for chosen keys, or for one token
     PagedAttention(),  # what is left reads the pages themselves
+    Routing(),  # after activation and softmax, whose operators make the scores
     MergedLinear(),  # after attention: products of one input become one
     JoinedSlices(),  # what was put side by side is, in the merged product
     ViewSimplification(),  # what the rewrites above left between views

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -19,7 +20,7 @@ from torch.utils._sympy.functions import Min
 
 from graphc.api import Options, build_captured, pipeline
 from graphc.builder import Side
-from graphc.errors import UsageError
+from graphc.errors import CaptureError, UsageError
 from graphc.frontends.capture import Captured, capture
 from graphc.frontends.decoder.resolve import opened_decoder
 from graphc.frontends.decoder.stateful import StatefulDecoder
@@ -40,6 +41,9 @@ TRACED_PAGES, TRACED_SLOTS = 13, 5
 CHUNK = 2048
 BATCH = 8
 TOKENIZER = "tokenizer.json"
+CAPTURES = 3  # at most, to cover all lengths of a sequence
+#: what a capture says of its range where another capture holds for the rest
+_OWN_NOTES = ("M is proven for", "the model is not proven for the whole range")
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset
         "table": {0: batch, 1: Dim("M", min=1, max=max(2, columns))},
         "slots": {0: batch},
     }
-    captured = capture(decoder, (), decoder.example(), shapes, keep=keep)
+    captures = _captures(decoder, shapes, columns, keep)
+    captured = captures[0]
     pages = 1 + columns * limits.sequences
     slots = limits.sequences
     kinds = {spec.buffer: spec for spec in decoder.specs}
@@ -149,16 +154,43 @@ def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset
         )  # fmt: skip
     one, many = {"B": 1}, {"T": 1}
     graphs: list[tuple[str, Graph]] = []
-    for low, high in _stretches(captured.graph, page, columns):
-        tokens, batch_range, room = (1, limits.chunk), (1, limits.batch), (low, high)
-        prefill = specialise(captured.graph, one, {"T": tokens, "M": room}, sizes)
-        decode = specialise(captured.graph, many, {"B": batch_range, "M": room}, sizes)
-        graphs += [("prefill", prefill), ("decode", decode)]
+    room: list[tuple[int, int]] = []
+    for graph in (made.graph for made in captures):
+        for stretch in _stretches(graph, page):
+            tokens, batch_range = (1, limits.chunk), (1, limits.batch)
+            prefill = specialise(graph, one, {"T": tokens, "M": stretch}, sizes)
+            decode = specialise(graph, many, {"B": batch_range, "M": stretch}, sizes)
+            graphs += [("prefill", prefill), ("decode", decode)]
+            room.append(stretch)
     facts = DecoderPlan(page, pages, slots, limits.chunk, limits.batch, limits.context, rows, fixed)
-    return Phases(captured, tuple(graphs), facts)
+    return Phases(captured, tuple(graphs), structs.replace(facts, columns=room))
 
 
-def _stretches(graph: Graph, page: int, columns: int) -> list[tuple[int, int]]:
+def _captures(
+    decoder: StatefulDecoder, shapes: Any, columns: int, keep: frozenset[str]
+) -> list[Captured]:
+    """Captures that hold for 1 to `columns` pages together: where a model takes the least of a
+    number and the length, one holds below it and another beyond it."""
+    made: list[Captured] = []
+    low = 1
+    while low <= columns and len(made) < CAPTURES:
+        example = decoder.example(columns=min(columns, max(3, low + 1)))
+        found = capture(decoder, (), example, shapes, keep=keep)
+        pages = found.graph.symbols["M"]
+        if pages.maximum < low:
+            break
+        kept = tuple(note for note in found.notes if not note.startswith(_OWN_NOTES))
+        made.append(replace(found, notes=kept))
+        low = pages.maximum + 1
+    if low <= columns:
+        raise CaptureError(
+            f"the decoder is not shown to hold for sequences of more than {(low - 1)} pages",
+            hint="build for a smaller bucket",
+        )
+    return made
+
+
+def _stretches(graph: Graph, page: int) -> list[tuple[int, int]]:
     """Ranges of the pages of a sequence within which the choice of keys is of one kind: up to
     top-k tokens all are chosen, beyond it the best."""
     cuts = {int(n.argument("count")) // page for n in graph.nodes if "indexer" in n.target}
@@ -167,8 +199,10 @@ def _stretches(graph: Graph, page: int, columns: int) -> list[tuple[int, int]]:
             for least in dim.atoms(Min):
                 counts = [int(a) for a in least.args if a.is_Integer]
                 cuts |= {count // page for count in counts}
-    ends = [*sorted(cut for cut in cuts if 0 < cut < columns), columns]
-    return list(zip([1, *(end + 1 for end in ends)], ends, strict=False))
+    pages = graph.symbols["M"]
+    low, high = pages.minimum, pages.maximum
+    ends = [*sorted(cut for cut in cuts if low <= cut < high), high]
+    return list(zip([low, *(end + 1 for end in ends)], ends, strict=False))
 
 
 def contexts(table: Shapes, names: Sequence[str], longest: int) -> dict[str, int]:

@@ -189,22 +189,9 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     `rows` are the states of pages [pages, page, W] (page 0 is never handed out), `fixed` those with
     one entry for each of `slots` sequences, as indices into `Plan.states`. `chunk` is the longest
     piece of a prompt that one run takes, `batch` the most sequences of a decode, `context` the most
-    tokens of a sequence. `stop` are the tokens that end a text; `text` says how text becomes
-    tokens: "bytes" (a token is a byte), "tokenizer" (tokenizer.json of the plan), "" (unknown)."""
-
-    page: int
-    pages: int
-    slots: int
-    chunk: int
-    batch: int
-    context: int
-    rows: list[int]
-    fixed: list[int]
-    stop: list[int] = []
-    text: str = ""
-
-
-class Plan(msgspec.Struct, frozen=True):
+    tokens of a sequence. `columns` are the ranges of table widths that programs take. `stop` are
+    the tokens that end a text; `text` says how text becomes tokens: "bytes" (a token is a byte),
+    "tokenizer" (tokenizer.json of the plan), "" (unknown).
     """The manifest. Trees of inputs and outputs are JSON: {"tuple": [..]}, {"list": [..]},
     {"dict": [[key, tree], ..]}, {"leaf": i} (input or output i), {"const": scalar} (inputs: a
     Python scalar fixed at capture; another value is rejected), null for None."""

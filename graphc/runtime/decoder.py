@@ -99,7 +99,7 @@ class Decoder:
 
     def _run(self, sequences: Many[Sequence], ids: NDArray[np.int64]) -> Logits:
         """Appends ids [B, T], for which there is room; gives the logits [B, V] behind the last."""
-        columns = max(1, *(len(s.pages) for s in sequences))
+        columns = self._columns(max(1, *(len(s.pages) for s in sequences)))
         table = np.full((len(sequences), columns), -1, np.int32)
         for row, sequence in zip(table, sequences, strict=True):
             row[: len(sequence.pages)] = sequence.pages
@@ -111,6 +111,10 @@ class Decoder:
             sequence.length += ids.shape[1]
         logits: Logits = answer["logits"][:, -1]
         return logits
+
+    def _columns(self, pages: int) -> int:
+        """The narrowest table that a program takes."""
+        return min((max(low, pages) for low, high in self.facts.columns if pages <= high))
 
     def _take_slot(self) -> int:
         if not self._free_slots:
@@ -316,16 +320,15 @@ def _read(path: Path | str, decoder: Decoder) -> tuple[int, list[Any], list[Any]
     try:
         with np.load(path, allow_pickle=False) as stored:
             found = {key: stored[key] for key in stored.files}
-        model = bytes(found["model"]).decode()
+        if bytes(found["model"]).decode() != _identity(decoder):
+            raise UsageError(
+                "expected a sequence of this model, found another model's", where=str(path)
+            )
         length = int(found["length"])
         pages = [found[f"pages{i}"] for i in range(len(decoder._pages))]
         slots = [found[f"slot{i}"] for i in range(len(decoder._slots))]
     except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
         raise DamagedError(f"cannot read the sequence: {error}", where=str(path)) from error
-    if model != _identity(decoder):
-        raise UsageError(
-            "expected a sequence of this model, found another model's", where=str(path)
-        )
     count = -(-length // decoder.facts.page)
     wanted = [(count, view.shape[1]) for view in decoder._pages]
     if [p.shape for p in pages] != wanted or [s.shape for s in slots] != [

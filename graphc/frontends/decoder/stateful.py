@@ -73,8 +73,9 @@ class StatefulDecoder(torch.nn.Module):
         return {"logits": logits}
 
     def example(self, batch: int = 2, length: int = 5, columns: int = 3) -> dict[str, Any]:
-        """Inputs to capture with: sequences of different lengths."""
-        table = 1 + torch.arange(batch * columns, dtype=torch.int32).reshape(batch, columns)
+        """Inputs to capture with: sequences of different lengths, in one page each."""
+        table = torch.full((batch, columns), -1, dtype=torch.int32)
+        table[:, 0] = torch.arange(1, batch + 1)
         return {
             "input_ids": torch.arange(batch * length).reshape(batch, length) % 3,
             "start": torch.arange(batch, dtype=torch.int32),

@@ -192,6 +192,22 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     tokens of a sequence. `columns` are the ranges of table widths that programs take. `stop` are
     the tokens that end a text; `text` says how text becomes tokens: "bytes" (a token is a byte),
     "tokenizer" (tokenizer.json of the plan), "" (unknown).
+    """
+
+    page: int
+    pages: int
+    slots: int
+    chunk: int
+    batch: int
+    context: int
+    rows: list[int]
+    fixed: list[int]
+    columns: list[tuple[int, int]] = []
+    stop: list[int] = []
+    text: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True):
     """The manifest. Trees of inputs and outputs are JSON: {"tuple": [..]}, {"list": [..]},
     {"dict": [[key, tree], ..]}, {"leaf": i} (input or output i), {"const": scalar} (inputs: a
     Python scalar fixed at capture; another value is rejected), null for None."""

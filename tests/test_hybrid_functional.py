@@ -163,15 +163,23 @@ def test_experts() -> None:
 
 
 def test_route_golden_and_ties() -> None:
-    options = {"count": 2, "groups": 2, "kept": 1, "normalize": True, "scale": 2.5}
-    logits = torch.tensor([[2.0], [-1], [0], [1]])
-    bias = torch.tensor([0.0, 0, 3, 0])
-    index, weight = functional.route(torch.ones(1, 1), logits, bias, **options)
+    logits, bias = torch.tensor([[2.0, -1, 0, 1]]), torch.tensor([0.0, 0, 3, 0])
+    index, weight = functional.route(logits, bias, 2, groups=2, kept=1, eps=1e-20, scale=2.5)
     assert index.tolist() == [[2, 3]]
     close(weight, torch.tensor([[1.0153863430, 1.4846136570]]), 1e-6)
-    options = {"count": 3, "groups": 1, "kept": 1, "normalize": False, "scale": 1.0}
-    index, weight = functional.route(torch.ones(1, 1), torch.zeros(5, 1), torch.zeros(5), **options)
+    index, weight = functional.route(torch.zeros(1, 5), torch.zeros(5), 3)
     assert index.tolist() == [[0, 1, 2]] and weight.tolist() == [[0.5, 0.5, 0.5]]
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_route(score: str) -> None:
+    logits = torch.randn(40, 12).round()
+    for bias in (None, torch.randn(12).round()):
+        for rest in ((3,), (4, 3, 2, score, 1e-20, 2.5), (5, 1, 1, score)):
+            found = functional.route(logits, bias, *rest)
+            want = OPS.route(logits, bias, *rest)
+            assert torch.equal(found[0], want[0])
+            close(found[1], want[1], 1e-6)
 
 
 def test_residual_mix_golden() -> None:
@@ -185,15 +193,20 @@ def test_residual_mix_golden() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["delta_rule", "short_convolution", "lightning_indexer", "experts", "residual_mix"]
+    "name",
+    ["delta_rule", "short_convolution", "lightning_indexer", "experts", "residual_mix", "route"],
 )
 def test_arguments_are_the_operators(name: str) -> None:
-    """So that the operator can take the function's place as it is."""
+    """So that the operator can take the function's place as it is: what it has more, it has as
+    defaults."""
     schema = getattr(OPS, name).default._schema
     ours = inspect.signature(getattr(functional, name)).parameters
-    assert [argument.name for argument in schema.arguments] == list(ours)
+    assert [argument.name for argument in schema.arguments[: len(ours)]] == list(ours)
     for argument in schema.arguments:
-        mine: Any = ours[argument.name]
+        mine: Any = ours.get(argument.name)
+        if mine is None:
+            assert argument.has_default_value(), argument.name
+            continue
         assert argument.kwarg_only == (mine.kind is inspect.Parameter.KEYWORD_ONLY)
         assert argument.has_default_value() == (mine.default is not inspect.Parameter.empty)
 

@@ -286,7 +286,7 @@ def test_operators_take_the_functions_places(monkeypatch: pytest.MonkeyPatch) ->
     ids = torch.randint(0, 96, (2, 60))
     with torch.no_grad():
         whole = model(ids)
-    for name in ("delta_rule", "short_convolution", "experts", "residual_mix"):
+    for name in ("delta_rule", "short_convolution", "experts", "residual_mix", "route"):
         monkeypatch.setattr(functional, name, getattr(OPS, name))
 
     def indexer(query: Tensor, weights: Tensor, rows: Any, start: Tensor, *, count: int) -> Tensor:
@@ -312,7 +312,8 @@ def test_operators_take_the_functions_places(monkeypatch: pytest.MonkeyPatch) ->
 def test_export_of_any_batch_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the operators in place nothing in the model binds a length."""
     model = hybrid("tiny")
-    for name in ("delta_rule", "short_convolution", "experts", "residual_mix", "lightning_indexer"):
+    names = ("delta_rule", "short_convolution", "experts", "residual_mix", "route")
+    for name in (*names, "lightning_indexer"):
         monkeypatch.setattr(functional, name, getattr(OPS, name))
 
     def attention(

@@ -135,21 +135,18 @@ def _attend(query: Tensor, rows: Tensor, mask: Tensor, latent: int, scale: float
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, *, count: int, groups: int, kept: int,
-    normalize: bool, scale: float,
+    logits: Tensor, bias: Tensor | None, count: int, groups: int = 1, kept: int = 1,
+    score: str = "sigmoid", eps: float | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(experts int64 [T, count], their weights float32 [T, count]) of each token.
+    """As `graphc::route`: (experts int64 [T, count], their weights float32 [T, count]).
 
-    Sigmoid scores, to which `bias` is added for the choice only; ties go to the lower number.
-    With groups > 1 only experts in the `kept` groups of the largest two scores together compete.
-
-    Args:
-        x: [T, D]; the scores are float32 products.
-        weight, bias: [E, D], [E].
-        normalize: weights sum to one before `scale`.
+    Scores are the sigmoid (or softmax) of logits [T, E], to which bias [E] is added for the choice
+    only; ties go to the lower number. With groups > 1 only experts in the `kept` groups of the
+    largest two scores together compete. Weights are divided by their sum + eps, unless that is
+    None, and multiplied by scale.
     """
-    scores = torch.sigmoid(F.linear(wide(x), wide(weight)))
-    choice = scores + wide(bias)
+    scores = torch.sigmoid(wide(logits)) if score == "sigmoid" else wide(logits).softmax(-1)
+    choice = scores if bias is None else scores + wide(bias)
     if groups > 1:
         by_group = choice.unflatten(1, [groups, -1])
         value = by_group.topk(2, -1).values.sum(-1)
@@ -158,8 +155,8 @@ def route(
         choice = by_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
     index = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :count]
     chosen = scores.gather(1, index)
-    if normalize:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    if eps is not None:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + eps)
     return index, chosen * scale
 
 

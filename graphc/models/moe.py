@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from graphc.models import functional
 from graphc.models.hybrid_config import HybridConfig
-from graphc.models.layers import MLP
+from graphc.models.layers import MLP, wide
+
+#: beside the sum that weights are divided by
+WEIGHT_EPS = 1e-20
 
 
 class Router(nn.Module):
-    """[N, D] -> (experts int64 [N, k], weights float32 [N, k]); see `functional.route`.
+    """[N, D] -> (experts int64 [N, k], weights float32 [N, k]); see `functional.route`. Logits are
+    float32 products.
 
     e_score_correction_bias is no parameter: training moves it so that experts get equal shares.
     """
@@ -27,9 +32,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
         return functional.route(
-            x, self.weight, self.e_score_correction_bias, count=config.experts_per_token,
-            groups=config.groups, kept=config.kept_groups, normalize=config.normalize_weights,
-            scale=config.routed_scale,
+            F.linear(wide(x), wide(self.weight)), self.e_score_correction_bias,
+            config.experts_per_token, config.groups, config.kept_groups, "sigmoid",
+            WEIGHT_EPS if config.normalize_weights else None, config.routed_scale,
         )  # fmt: skip
 
 

@@ -8,25 +8,26 @@ twice that length: they are at `start`, over a cache of twice as many rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.kernels_attention_decode import TOTAL, filled
 from benchmarks.kernels_common import DTYPES, Bench, chosen, reader
 
 PAGE = 64
+#: bytes of rows in a run of a cold case: several times a large last-level cache
+TOTAL = 192 << 20
 
 
 @dataclass(frozen=True)
 class Case:
     """`queries` at position `start` of heads x width; `count` rows are chosen. latent: columns that
-    are values; 0: an indexer. dense: attention over all rows. cold: over as many caches as exceed
-    the processor's."""
+    are values; 0: an indexer. dense: attention over all rows. cold: over as many rows as exceed
+    the processor's caches."""
 
     heads: int
     width: int
@@ -65,13 +66,18 @@ class Case:
         met = sum(n if self.dense else min(n, self.count) for n in seen)
         return 2 * self.heads * (self.width + self.latent) * met
 
+    @property
+    def chooses(self) -> bool:
+        return bool(self.latent) and not self.dense
+
     def read(self) -> int:
         """Rows that are read."""
-        return self.count if self.latent and not self.dense else self.start + self.queries
+        return self.count if self.chooses else self.start + self.queries
 
 
 CASES = (
     Case(8, 64, 8192, 8192, 512, whole=True),
+    Case(16, 128, 8192, 8192, whole=True),
     Case(8, 64, 1024, 64, 512),
     Case(16, 128, 4096, 64),
     Case(32, 128, 4096, 64),
@@ -92,44 +98,64 @@ CASES = (
 
 
 class Calls(nn.Module):
-    """One operator per cache."""
+    """One operator per cache, or per choice of rows of one cache."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
 
     def forward(self, *operands: torch.Tensor) -> list[torch.Tensor]:
-        query, weights, indices, table, start, *caches = operands
+        query, weights, table, start, pages, *others = operands
         case, ops = self.case, torch.ops.graphc
-        if case.latent:
+        if not case.latent:
             return [
-                ops.latent_attention(query, pages, table, start, None if case.dense else indices,
-                                     latent=case.latent, scale=case.width**-0.5)
-                for pages in caches
-            ]  # fmt: skip
-        return [
-            ops.paged_lightning_indexer(query, weights, pages, table, start, count=case.count)
-            for pages in caches
-        ]
+                ops.paged_lightning_indexer(query, weights, cache, table, start, count=case.count)
+                for cache in (pages, *others)
+            ]
+        options = {"latent": case.latent, "scale": case.width**-0.5}
+        if case.dense:
+            return [
+                ops.latent_attention(query, cache, table, start, **options)
+                for cache in (pages, *others)
+            ]
+        return [ops.latent_attention(query, pages, table, start, i, **options) for i in others]
 
 
-def operands(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """query, weights, indices, table, start."""
+def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers on huge pages, as the states of a session have."""
+    values = torch.randn(shape).to(dtype)
+    nbytes = values.numel() * values.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, (nbytes + (4 << 20)) & -(2 << 20), flags)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=values.numel()).view(shape)
+    return tensor.copy_(values)
+
+
+def choice(case: Case) -> torch.Tensor:
+    """Random rows for every query."""
+    indices = torch.full((1, case.queries, case.count), -1, dtype=torch.int32)
+    for t in range(case.queries):
+        rows = torch.randperm(case.first + t + 1)[: case.count].sort().values
+        indices[0, t, : len(rows)] = rows
+    return indices
+
+
+def operands(case: Case, kind: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
+    """query, weights, table, start, then `count` caches, or one and `count` choices."""
     shape = (1, case.queries, case.heads, case.width)
     query, weights = torch.randn(shape).to(kind), torch.randn(shape[:3])
-    choices = [
-        torch.randperm(case.first + t + 1)[: case.count].sort().values for t in range(case.queries)
-    ]
-    indices = torch.full((1, case.queries, case.count), -1, dtype=torch.int32)
-    for t, choice in enumerate(choices):
-        indices[0, t, : len(choice)] = choice
     table = torch.randperm(case.rows // PAGE).view(1, -1).int()
-    return query, weights, indices, table, torch.tensor([case.first], dtype=torch.int32)
+    start = torch.tensor([case.first], dtype=torch.int32)
+    pages = (case.rows // PAGE, PAGE, case.width)
+    caches = [filled(pages, kind) for _ in range(1 if case.chooses else count)]
+    choices = [choice(case) for _ in range(count if case.chooses else 0)]
+    return query, weights, table, start, *caches, *choices
 
 
-def _read(bench: Any, caches: Sequence[torch.Tensor], nbytes: int) -> None:
+def _read(read: Callable[[int, int], object], caches: Sequence[torch.Tensor], nbytes: int) -> None:
     for cache in caches:
-        bench(cache.data_ptr(), nbytes)
+        read(cache.data_ptr(), nbytes)
 
 
 def measure(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> None:
@@ -138,19 +164,18 @@ def measure(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> None:
     for dtype in dtypes:
         kind = DTYPES[dtype]
         for case in cases:
-            size = case.rows * case.width * kind.itemsize
-            count = max(1, TOTAL // size) if case.cold else 1
-            shape = (case.rows // PAGE, PAGE, case.width)
-            caches = [filled(shape, kind, True) for _ in range(count)]
-            inputs = (*operands(case, kind), *caches)
-            run = partial(bench.session(Calls(case), inputs).run, *inputs)
             nbytes = case.read() * case.width * kind.itemsize
-            times = bench.times({"ours": run, "read": partial(_read, read, caches, nbytes)})
+            count = max(1, TOTAL // nbytes) if case.cold else 1
+            inputs = operands(case, kind, count)
+            run = partial(bench.session(Calls(case), inputs).run, *inputs)
+            caches = [x for x in inputs if x.dtype == kind and x.shape[1] == PAGE]
+            size = case.rows * case.width * kind.itemsize if case.chooses else nbytes
+            times = bench.times({"ours": run, "read": partial(_read, read, caches, size)})
             rate = 1e-9 * count * case.operations() / times["ours"]
             text = f"{rate:6.1f} GFLOP/s {100 * rate / bench.peak(dtype):5.1f} % of the peak"
             if case.cold:
-                share = 100 * times["read"] / times["ours"]
                 rate = 1e-9 * count * nbytes / times["ours"]
+                share = 100 * rate / (1e-9 * len(caches) * size / times["read"])
                 text += f", {rate:5.1f} GB/s {share:5.1f} % of a read"
             each = 1e6 * times["ours"] / count / case.queries
             print(f"{dtype}  {case.name:58s} {each:9.1f} us a query {text}", flush=True)

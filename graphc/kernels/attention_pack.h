@@ -4,10 +4,10 @@
 
 namespace gc {
 
-// dst[d][LD] from rows of d values with step `step`; lanes beyond `lanes` are zero.
-template <int64_t LD = GC_NR, class T>
+// dst[d][32] from rows of d values with step `step`; lanes beyond `lanes` are zero.
+template <class T>
 static void pack_lanes(const T* const* rows, int64_t lanes, int64_t step, int64_t d, float* dst) {
-  if (lanes < LD) memset(dst, 0, (size_t)(d * LD) * sizeof(float));
+  if (lanes < GC_NR) memset(dst, 0, (size_t)(d * GC_NR) * sizeof(float));
   int64_t i = 0;
   if (step == 1 && lanes >= 8) {
     for (; i + 8 <= d; i += 8) {
@@ -17,21 +17,20 @@ static void pack_lanes(const T* const* rows, int64_t lanes, int64_t step, int64_
         for (int j = 0; j < 8; j++) t[j] = load8(rows[r + j] + i);
         transpose8(t);
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) store(dst + (i + j) * LD + r, t[j]);
+        for (int j = 0; j < 8; j++) store(dst + (i + j) * GC_NR + r, t[j]);
         if (r + 8 >= lanes) break;
         r = r + 16 <= lanes ? r + 8 : lanes - 8;
       }
     }
   }
   for (; i < d; i++)
-    for (int64_t r = 0; r < lanes; r++) dst[i * LD + r] = to_float(rows[r][i * step]);
+    for (int64_t r = 0; r < lanes; r++) dst[i * GC_NR + r] = to_float(rows[r][i * step]);
 }
 
-// dst[ceil(d/2)][LD] pairs of neighbours, likewise.
-template <int64_t LD = GC_NR>
-static void pack_lanes(const bf16* const* rows, int64_t lanes, int64_t step, int64_t d,
+// dst[ceil(d/2)][32] pairs of neighbours, likewise.
+static inline void pack_lanes(const bf16* const* rows, int64_t lanes, int64_t step, int64_t d,
                               uint32_t* dst) {
-  if (lanes < LD) memset(dst, 0, (size_t)((d + 1) / 2 * LD) * sizeof(uint32_t));
+  if (lanes < GC_NR) memset(dst, 0, (size_t)((d + 1) / 2 * GC_NR) * sizeof(uint32_t));
   int64_t i = 0;
   if (step == 1 && lanes >= 8) {
     for (; i + 16 <= d; i += 16) {  // a pair moves as one 32-bit item
@@ -41,7 +40,7 @@ static void pack_lanes(const bf16* const* rows, int64_t lanes, int64_t step, int
         for (int j = 0; j < 8; j++) t[j] = load<vf8>(rows[r + j] + i);
         transpose8(t);
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) store(dst + (i / 2 + j) * LD + r, t[j]);
+        for (int j = 0; j < 8; j++) store(dst + (i / 2 + j) * GC_NR + r, t[j]);
         if (r + 8 >= lanes) break;
         r = r + 16 <= lanes ? r + 8 : lanes - 8;
       }
@@ -50,7 +49,7 @@ static void pack_lanes(const bf16* const* rows, int64_t lanes, int64_t step, int
   for (; i < d; i += 2) {
     for (int64_t r = 0; r < lanes; r++) {
       const uint32_t lo = rows[r][i * step].u, hi = i + 1 < d ? rows[r][(i + 1) * step].u : 0;
-      dst[i / 2 * LD + r] = lo | hi << 16;
+      dst[i / 2 * GC_NR + r] = lo | hi << 16;
     }
   }
 }

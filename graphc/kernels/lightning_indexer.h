@@ -2,11 +2,11 @@
 //
 //   I[t, s] = sum_h weights[t, h] * relu(query[t, h] . key[s])        s <= start + t
 //
-// Keys are packed 480 at a time into panels of three vectors of keys (a few per cent of the time: each
-// packed key is scored for all queries of the block). A tile is the dot products of up to eight heads
-// with the keys of a panel, in registers, which are rectified, weighted and added to the scores there:
-// keys are lanes, so nothing is added across. Scores of a block go straight into the query's buffer
-// of candidates (best_positions.h).
+// Three vectors of keys at a time are packed into a panel that stays in the first level, and scored for
+// all queries of the block. A tile is the dot products of up to eight heads with the keys of a panel,
+// in registers, which are rectified, weighted and added to the scores there: keys are lanes, so
+// nothing is added across. 480 scores at a time go into a query's buffer of candidates
+// (best_positions.h).
 //
 // The dot product of a head is one chain over D, a score one chain over the heads, wherever a key
 // lies and whatever queries come together: a row has the same scores in one piece, in chunks and alone.
@@ -18,7 +18,6 @@
 #pragma once
 #include "prelude.h"
 
-#include "attention_pack.h"
 #include "attention_tile.h"
 #include "best_positions.h"
 #include "row_source.h"
@@ -34,12 +33,8 @@ struct gc_indexer_shape {
 namespace {
 using namespace gc;
 
-constexpr int PANEL_VECTORS = 3, PANEL_KEYS = PANEL_VECTORS * VL;
-#if GC_VBYTES == 64
-constexpr int TILE_HEADS = 8;
-#else
-constexpr int TILE_HEADS = 4;
-#endif
+constexpr int PANEL_VECTORS = VL == 4 ? 4 : 3, PANEL_KEYS = PANEL_VECTORS * VL;
+constexpr int TILE_HEADS = VL == 16 ? 8 : VL == 8 ? 4 : 2;
 static_assert(BEST_BLOCK % PANEL_KEYS == 0, "a block is whole panels");
 
 GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -54,23 +49,23 @@ GC_INLINE void score_tile(const typename A::item* q, const typename A::item* pan
   vf acc[R][PANEL_VECTORS] = {};
   for (int64_t i = 0; i < steps; i++, q += R, panel += PANEL_KEYS) {
     typename A::vec k[PANEL_VECTORS];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
     for (int v = 0; v < PANEL_VECTORS; v++) k[v] = load<typename A::vec>(panel + v * VL);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-#pragma GCC unroll 3
+#pragma GCC unroll 4
       for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = A::multiply(acc[r][v], q[r], k[v]);
     }
   }
   vf sum[PANEL_VECTORS];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
   for (int v = 0; v < PANEL_VECTORS; v++) sum[v] = load<vf>(scores + v * VL);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-#pragma GCC unroll 3
+#pragma GCC unroll 4
     for (int v = 0; v < PANEL_VECTORS; v++) sum[v] += splat(weights[r]) * rectified(acc[r][v]);
   }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
   for (int v = 0; v < PANEL_VECTORS; v++) store(scores + v * VL, sum[v]);
 }
 
@@ -82,7 +77,7 @@ template <class F> GC_INLINE void for_heads(int64_t heads, F f) {
     f(h, Rows<4>());
     h += 4;
   }
-  if (h + 2 <= heads) {
+  if (TILE_HEADS > 2 && h + 2 <= heads) {
     f(h, Rows<2>());
     h += 2;
   }
@@ -92,7 +87,7 @@ template <class F> GC_INLINE void for_heads(int64_t heads, F f) {
 template <class A>
 static void score_panel(const typename A::item* q, const typename A::item* panel, int64_t steps,
                         int64_t heads, const float* weights, float* scores) {
-#pragma GCC unroll 3
+#pragma GCC unroll 4
   for (int v = 0; v < PANEL_VECTORS; v++) store(scores + v * VL, vf{});
   for_heads(heads, [&](int64_t h, auto rows) __attribute__((always_inline)) {
     score_tile<A, decltype(rows)::count>(q + h * steps, panel, steps, weights + h, scores);
@@ -120,6 +115,36 @@ static inline void pack_query(const bf16* q, int64_t step, int64_t heads, int64_
   });
 }
 
+// Eight keys as lanes of dst [steps][PANEL_KEYS]. Rows are finished eight by eight: memory delivers
+// less to a walk that takes a bit of each of many rows in turn.
+template <class T> static void pack_keys(const T* const* rows, int64_t d, float* dst) {
+  int64_t i = 0;
+  for (; i + 8 <= d; i += 8) {
+    vf8 t[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) t[j] = load8(rows[j] + i);
+    transpose8(t);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) store(dst + (i + j) * PANEL_KEYS, t[j]);
+  }
+  for (; i < d; i++)
+    for (int j = 0; j < 8; j++) dst[i * PANEL_KEYS + j] = to_float(rows[j][i]);
+}
+static inline void pack_keys(const bf16* const* rows, int64_t d, uint32_t* dst) {
+  int64_t i = 0;
+  for (; i + 16 <= d; i += 16) {  // a pair moves as one 32-bit item
+    vf8 t[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) t[j] = load<vf8>(rows[j] + i);
+    transpose8(t);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) store(dst + (i / 2 + j) * PANEL_KEYS, t[j]);
+  }
+  for (; i < d; i += 2)
+    for (int j = 0; j < 8; j++)
+      dst[i / 2 * PANEL_KEYS + j] = rows[j][i].u | (i + 1 < d ? (uint32_t)rows[j][i + 1].u << 16 : 0);
+}
+
 static inline float weight_at(const void* w, int64_t type, int64_t i) {
   if (type == 1) return ((const float*)w)[i];
   return type == 2 ? (float)((const bf16*)w)[i] : (float)((const f16*)w)[i];
@@ -133,16 +158,16 @@ template <class T, class A> struct Indexer {
   const gc_args* args;
   const gc_indexer_shape* s;
   int64_t steps;
-  Item *panels, *queries;  // [480/PANEL_KEYS][steps][PANEL_KEYS]; [block][heads][steps]
-  float *scores, *weights;
+  Item *panel, *queries;    // [steps][PANEL_KEYS]; [block][heads][steps]
+  float *scores, *weights;  // [block][BEST_BLOCK]; [block][heads]
   int32_t* candidates;
   RowSource<T> source;
 
   Indexer(const gc_args* a) : args(a), s((const gc_indexer_shape*)a->imm), steps(A::steps(s->d)) {
     char* at = (char*)a->scratch;
     const auto take = [&at](int64_t items) { return (at += items * 4) - items * 4; };
-    scores = (float*)take(BEST_BLOCK);
-    panels = (Item*)take(BEST_BLOCK * s->d);
+    scores = (float*)take(s->block * BEST_BLOCK);
+    panel = (Item*)take(48 * s->d);
     queries = (Item*)take(s->block * s->heads * s->d);
     weights = (float*)take(s->block * s->heads);
     T* zeros = (T*)take(s->d);
@@ -164,18 +189,21 @@ template <class T, class A> struct Indexer {
           weight_at(args->ptr[1], s->weight_type, b * s->w_b + t * s->w_t + h * s->w_h);
   }
 
-  void pack_keys(int64_t b, int64_t first, int64_t n) {
-    const T* rows[BEST_BLOCK];
-    source.find(b, first, n, rows);
-    for (int64_t j = 0; j < n; j += PANEL_KEYS)
-      pack_lanes<PANEL_KEYS>(rows + j, min64(PANEL_KEYS, n - j), 1, s->d, panels + j * steps);
-  }
-
-  // Scores query i against the first n packed keys.
-  void score(int64_t i, int64_t n) {
-    const Item* q = queries + i * s->heads * steps;
-    for (int64_t j = 0; j < n; j += PANEL_KEYS)
-      score_panel<A>(q, panels + j * steps, steps, s->heads, weights + i * s->heads, scores + j);
+  // Scores the queries [first, rows), which see seen(i) keys, against the keys [k, k + n).
+  template <class F>
+  void score_block(int64_t b, int64_t k, int64_t n, int64_t first, int64_t rows, F seen) {
+    const T* places[BEST_BLOCK];
+    source.find(b, k, n, places);
+    for (int64_t j = n; j % 8; j++) places[j] = source.zeros;
+    for (int64_t j = 0; j < n; j += PANEL_KEYS) {
+      for (int64_t r = j; r < min64(n, j + PANEL_KEYS); r += 8)
+        pack_keys(places + r, s->d, panel + (r - j));
+      for (int64_t i = first; i < rows; i++) {
+        if (seen(i) <= k + j) continue;
+        score_panel<A>(queries + i * s->heads * steps, panel, steps, s->heads, weights + i * s->heads,
+                       scores + i * BEST_BLOCK + j);
+      }
+    }
   }
 
   // Queries t0 .. t0 + rows of sequence b, chunk `chunk` of their keys.
@@ -196,15 +224,13 @@ template <class T, class A> struct Indexer {
       best[i].start(s->count, candidates + i * 2 * best_room(s->count));
       load_query(i, b, t0 + i);
     }
+    const auto seen = [&](int64_t i) { return rows_seen(start(), b, t0 + i, s->keys.capacity); };
     for (int64_t k = begin; k < end; k += BEST_BLOCK) {
       const int64_t n = min64(BEST_BLOCK, end - k);
-      pack_keys(b, k, n);
+      score_block(b, k, n, first, rows, seen);
       for (int64_t i = first; i < rows; i++) {
-        const int64_t seen = rows_seen(start(), b, t0 + i, s->keys.capacity);
-        const int64_t m = min64(n, seen - k);
-        if (m <= 0) continue;
-        score(i, m);
-        best[i].offer(scores, m, k);
+        const int64_t shown = min64(n, seen(i) - k);
+        if (shown > 0) best[i].offer(scores + i * BEST_BLOCK, shown, k);
       }
     }
     for (int64_t i = first; i < rows; i++) {

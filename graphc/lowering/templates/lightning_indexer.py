@@ -28,8 +28,8 @@ from graphc.lowering.work import smaller
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
 
-#: BEST_BLOCK of best_positions.h
-BLOCK = 480
+#: BEST_BLOCK of best_positions.h, and keys of a panel at most
+BLOCK, PANEL = 480, 48
 #: up to this many queries (known at build time) the keys of a sequence are cut into chunks, for
 #: several threads; chunks of a full cache have this many keys, about
 FEW, CHUNK, MOST_CHUNKS = 8, 4096, 32
@@ -84,7 +84,7 @@ def _emit(ctx: LoweringContext, node: Any, source: RowSource) -> None:
         writes=[out] if partial is out else [out, partial],
         range=batch * chunks * ceildiv(queries, block),
         grain=1,
-        scratch=4 * (BLOCK * (d + 1) + most * (heads * (d + 1) + room) + d),
+        scratch=4 * ((PANEL + 1) * d + most * (heads * (d + 1) + BLOCK + room)),
         label=node.name,
         flops=2 * batch * heads * (d + 1) * _pairs(source.capacity, queries, count),
     )

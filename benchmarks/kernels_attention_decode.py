@@ -74,7 +74,8 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, huge: bool) -> torch.Tens
     """Random numbers on pages of one kind."""
     values = torch.randn(shape).to(dtype)
     nbytes = values.numel() * values.element_size()
-    memory = mmap.mmap(-1, (nbytes + (4 << 20)) & -(2 << 20))
+    size = (nbytes + (4 << 20)) & -(2 << 20)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else not huge
     memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=dtype, count=values.numel()).view(shape)
     return tensor.copy_(values)

@@ -27,7 +27,7 @@ TOTAL = 192 << 20
 @dataclass(frozen=True)
 class Case:
     """`queries` new tokens of each sequence behind its `past`; rows of `shared` heads of keys and
-    values in pages of `rows`."""
+    values in pages of `rows`, each head's together or (`whole`) whole rows."""
 
     kind: str
     heads: int
@@ -36,15 +36,22 @@ class Case:
     past: tuple[int, ...]
     queries: int = 1
     rows: int = 64
+    whole: bool = False
 
     @property
     def name(self) -> str:
         past = f"{self.past[0]} x {len(self.past)}" if len(self.past) > 1 else str(self.past[0])
         shape = f"{self.heads}/{self.shared}x{self.width}"
-        return f"{self.kind} {shape} S={past} T={self.queries} P={self.rows}"
+        form = " whole rows" if self.whole else ""
+        return f"{self.kind} {shape} S={past} T={self.queries} P={self.rows}{form}"
 
     def row(self) -> int:
         return 2 * self.shared * self.width
+
+    def pages(self, count: int) -> tuple[int, ...]:
+        if self.whole:
+            return count, self.rows, self.row()
+        return count, 2 * self.shared, self.rows, self.width
 
     def tables(self, layers: int) -> tuple[list[torch.Tensor], int]:
         """Shuffled tables for all layers' sequences, and how many pages each layer has."""
@@ -66,6 +73,7 @@ class Case:
 CASES = (
     *(Case("decode", 16, 8, 128, (length,)) for length in (512, 2048, 8192, 32768)),
     Case("decode", 16, 8, 128, (8192,), rows=16),
+    Case("decode", 16, 8, 128, (8192,), whole=True),
     Case("decode", 16, 8, 128, (8192, 100, 3000, 500)),
     Case("decode", 32, 8, 128, (8192,)),
     Case("decode", 32, 32, 64, (2048,)),
@@ -115,7 +123,7 @@ def attention(bench: Bench, case: Case, dtype: str) -> dict[str, Any]:
     size = sum(case.past) * case.row() * kind.itemsize
     count = max(1, TOTAL // size) if decode else 1
     tables, total = case.tables(count)
-    held = [filled((total, case.rows, case.row()), kind, True) for _ in range(count)]
+    held = [filled(case.pages(total), kind, True) for _ in range(count)]
     q = torch.randn(len(case.past), case.queries, case.heads, case.width).to(kind).transpose(1, 2)
     start = torch.tensor(case.past, dtype=torch.int32)
     operands = [x for pair in zip(held, tables, strict=True) for x in pair]
@@ -140,7 +148,7 @@ def attention(bench: Bench, case: Case, dtype: str) -> dict[str, Any]:
 def append(bench: Bench, case: Case, dtype: str) -> dict[str, Any]:
     kind = DTYPES[dtype]
     (table,), total = case.tables(1)
-    pages = filled((total, case.rows, case.row()), kind, True)
+    pages = filled(case.pages(total), kind, True)
     shape = (len(case.past), case.queries, case.row() // 2)
     key, value = (torch.randn(shape).to(kind) for _ in range(2))
     start = torch.tensor(case.past, dtype=torch.int32)

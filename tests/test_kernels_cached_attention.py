@@ -66,6 +66,12 @@ class Case:
         return [*found, self.start()]
 
 
+def by_head(pages: torch.Tensor, case: Case) -> torch.Tensor:
+    """The same pages with the rows of each head together."""
+    parts = pages.view(*pages.shape[:2], 2 * case.heads, case.size)
+    return parts.transpose(1, 2).contiguous()
+
+
 def exact(values: Any) -> Any:
     return [
         x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values
@@ -79,13 +85,18 @@ def compare(got: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> N
 
 
 def check(isa: str, case: Case, dtype: torch.dtype, **options: Any) -> None:
-    """All three forms of the past."""
+    """All forms of the past."""
     options = {"scale": case.size**-0.5, **options}
     wide = dict(zip(options, exact(options.values()), strict=True))
     operands = case.paged(dtype)
     own = {"heads": case.heads, "width": case.width}
+    reference = torch.ops.graphc.paged_attention(*exact(operands), **wide, **own)
     (got,) = run_rule(PAGED, operands, {**options, **own}, isa=isa)
-    compare(got, torch.ops.graphc.paged_attention(*exact(operands), **wide, **own), dtype)
+    compare(got, reference, dtype)
+    if case.size == case.width:
+        operands[1] = by_head(operands[1], case)
+        (got,) = run_rule(PAGED, operands, {**options, **own}, isa=isa)
+        compare(got, reference, dtype)
     for turned in (False, True):
         operands = case.cached(dtype, turned)
         (got,) = run_rule(CACHED, operands, options, isa=isa)
@@ -123,7 +134,7 @@ def test_heads_that_share_keys(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(BOUND))
 def test_windows_sinks_and_capped_scores(isa: str, dtype: torch.dtype) -> None:
     for queries in (1, 3, 70):
-        case = Case([0, 400, 1500], queries, 2, 3, 32, 40)
+        case = Case([0, 400, 900], queries, 2, 3, 32, 32)
         sinks = torch.randn(6, 1, 1)
         for options in (
             {"back": 20}, {"back": 0}, {"back": 333, "sinks": sinks.to(dtype)},
@@ -136,19 +147,24 @@ def test_windows_sinks_and_capped_scores(isa: str, dtype: torch.dtype) -> None:
 
 def test_rows_without_a_page_count_as_zeros() -> None:
     for queries in (1, 40):
-        case = Case([300, 100], queries, heads=3, width=24)
+        case = Case([300, 100], queries, heads=3)
         for dtype in BOUND:
             operands = case.paged(dtype)
             operands[2][0, 3] = operands[2][0, 4] = operands[2][1, 0] = -1
-            options = {"scale": 0.2, "heads": 3, "width": 24}
-            (got,) = run_rule(PAGED, operands, options, isa=ISAS[0])
-            compare(got, torch.ops.graphc.paged_attention(*exact(operands), **options), dtype)
+            options = {"scale": 0.2, "heads": 3, "width": 32}
+            reference = torch.ops.graphc.paged_attention(*exact(operands), **options)
+            for pages in (operands[1], by_head(operands[1], case)):
+                operands[1] = pages
+                (got,) = run_rule(PAGED, operands, options, isa=ISAS[0])
+                compare(got, reference, dtype)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_same_bits_however_the_range_is_cut(isa: str) -> None:
     for queries in (1, 4, 150):
-        operands = Case([3000, 100, 700], queries, 4, 2, 64, 64).paged(torch.bfloat16)
+        case = Case([3000, 100, 700], queries, 4, 2, 64, 64)
+        operands = case.paged(torch.bfloat16)
+        operands[1] = by_head(operands[1], case)
         options = {"scale": 0.1, "heads": 4, "width": 64}
         first, *others = (
             run_rule(PAGED, operands, options, isa=isa, parts=n)[0] for n in (1, 2, 7)
@@ -195,6 +211,8 @@ def test_refusals() -> None:
         lower(PAGED, [q.double(), pages.double(), table, start], options, isa=ISAS[0])
     with pytest.raises(Refuse, match="start of int64"):
         lower(PAGED, [q, pages, table, start.long()], options, isa=ISAS[0])
+    with pytest.raises(Refuse, match="not keys and values"):
+        lower(PAGED, [q, pages.view(*pages.shape[:2], 4, 32), table, start], options, isa=ISAS[0])
     with pytest.raises(Refuse, match="sinks other"):
         sinks = torch.zeros(1, 2, 2, 1)
         lower(PAGED, [q, pages, table, start], {**options, "sinks": sinks}, isa=ISAS[0])

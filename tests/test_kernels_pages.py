@@ -56,6 +56,22 @@ def test_append(isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_by_head(isa: str, dtype: torch.dtype) -> None:
+    """Rows whose parts lie apart; those of an operand end within a part."""
+    table, total = tables([40, 17], 16)
+    start = torch.tensor([9, 15], dtype=torch.int32)
+    pages = numbers(total, 6, 16, 8, dtype=dtype)
+    parts = [numbers(2, 2, 20, dtype=dtype), numbers(2, 2, 28, dtype=torch.float32)]
+    (got,) = run_rule(APPEND, [pages, parts, table, start], isa=isa)
+    assert torch.equal(got, append_pages(pages, parts, table, start))
+    for offset, width in [(0, 48), (5, 30), (8, 8)]:
+        arguments = [pages, table, offset, width]
+        (got,) = run_rule(READ, arguments, isa=isa)
+        assert torch.equal(got, read_pages(*arguments))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_append_converts(isa: str) -> None:
     table, total = tables([33, 21], 16)
     start = torch.tensor([12, 0], dtype=torch.int32)

@@ -18,9 +18,9 @@ struct gc_cached_shape {
   int64_t q_b, q_h, q_t, q_d;       // out is dense [B, tq, heads * group, dv]
   int64_t k_page, k_row, k_h;
   int64_t v_page, v_row, v_h;
-  // Few queries: key heads of a unit, pieces of a sequence's keys at most, keys of one at least.
-  // Many: panels of 32 queries of a unit, in the first.
-  int64_t unit, pieces, piece;
+  // Few queries: key heads of a unit, pieces of a sequence's keys at most, keys of one at least, keys
+  // between rescalings (a multiple of 16). Many: panels of 32 queries of a unit, in the first.
+  int64_t unit, pieces, piece, block;
 };
 
 namespace gc {

@@ -1,5 +1,7 @@
-// Few queries over long pasts (attention_cached.h): memory sets the pace, so that rows of keys and
-// values are asked for in the order they lie in, whole pages at a time, well before they are read.
+// Few queries over long pasts (attention_cached.h): memory sets the pace, and gives most to a walk
+// along its addresses. A block of keys is multiplied for all heads of the unit, then its values are
+// mixed: where a page holds a head's rows together, that is the order they lie in. Where it holds
+// whole rows, they are asked for in their order, as much at a time as is read of the block before.
 //
 // A unit is a piece of one sequence's keys for `unit` heads of keys. How many pieces a sequence has
 // follows from its length alone; they are spread evenly over the places of the range that its longest
@@ -12,18 +14,17 @@
 namespace {
 using namespace gc;
 
-constexpr int64_t BLOCK = 16;  // keys between rescalings
-constexpr int64_t TURN = 16;   // keys after which the next rows are asked for
+constexpr int64_t PAGE = 512;  // rows of pages that are not cut into pieces, at most
+constexpr int64_t TURN = 64;  // keys of a head that are read at a time
 
-struct Piece {
-  int64_t first, last;
-};
+// Pieces of a sequence.
 static int64_t pieces_of(const gc_cached_shape* s, Seen seen) {
   const int64_t n = (seen.last - seen.first) / s->piece;
   return n < 1 ? 1 : n < s->pieces ? n : s->pieces;
 }
 
-// Rows that lie one after the other: the keys of head 0, and its values.
+// Rows that lie one after the other: the keys of the unit's first head, and its values; null where a
+// page is missing.
 template <class T> struct Stretch {
   const T *k, *v;
   int64_t rows;
@@ -32,48 +33,40 @@ template <class T> struct Stretch {
 // The rows of a block in as many stretches as it touches pages.
 template <class T> struct Block {
   int64_t keys, count;
-  Stretch<T> part[BLOCK + 1];
+  Stretch<T> part[];  // one per row at most
 };
 
-// Asks for a block's rows in the order they lie in, as much at a time as is read meanwhile: what a
-// core asks for all at once is dropped.
+template <class T> static int64_t block_bytes(int64_t keys) {
+  return (int64_t)sizeof(Block<T>) + keys * (int64_t)sizeof(Stretch<T>);
+}
+
+// Asks for the rows of a block where whole rows lie one after the other, as much at a time as is read
+// meanwhile: what a core asks for all at once is dropped.
 template <class T> struct Coming {
   const char* p;
-  int64_t left;  // bytes from p on that lie in one piece
+  int64_t left = 0;   // bytes from p on that lie in one piece
+  int64_t bytes = 0;  // of a row; 0: does not ask
   const Block<T>* block;
-  int64_t k_row, v_row, k_bytes, v_bytes;
-  int64_t part, row, place;  // the next piece: `place` 0 keys of a row, 1 its values
-  bool dense;                // rows lie in one piece
+  int64_t part;
 
   void begin(const Block<T>* b) {
     block = b;
-    part = row = place = 0;
-    advance();
+    part = 0;
+    if (bytes) advance();
   }
   __attribute__((noinline)) void advance() {
     left = 0;
     if (part == block->count) return;
-    const Stretch<T>& s = block->part[part];
-    if (dense) {
-      p = (const char*)s.k;
-      left = s.rows * (k_bytes + v_bytes);
-      part++;
-      return;
-    }
-    p = place == 0 ? (const char*)(s.k + row * k_row) : (const char*)(s.v + row * v_row);
-    left = place == 0 ? k_bytes : v_bytes;
-    if (place++ == 0) return;
-    place = 0;
-    if (++row < s.rows) return;
-    row = 0;
-    part++;
+    const Stretch<T>& s = block->part[part++];
+    p = (const char*)s.k;
+    left = s.k ? s.rows * bytes : 64;
   }
-  inline __attribute__((always_inline)) void ask(int64_t bytes) {
+  inline __attribute__((always_inline)) void ask(int64_t n) {
     if (left <= 0) return;
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-    p += bytes;
-    left -= bytes;
+    for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(p + i, 0, 2);
+    p += n;
+    left -= n;
     if (left <= 0) advance();
   }
 };
@@ -83,11 +76,11 @@ template <class T> struct Unit {
   const gc_args* args;
   const gc_cached_shape* s;
   int64_t b, head, heads, rows;  // rows: queries of a head of keys
-  int64_t ldq, ldo;
+  int64_t ldq, ldo, lds;  // lds: keys of a block at most
   int parts;           // numbers that make a weight
   float scale, cap;    // scale in units of log2
-  W *q, *weights;      // [heads][rows][ldq], [rows][parts][BLOCK]
-  float *out, *scores, *maximum, *total, *factor;  // [heads][rows][ldo], [rows][BLOCK], [heads][rows]
+  W *q, *weights;      // [heads][rows][ldq], [heads][rows][parts][lds]
+  float *out, *scores, *maximum, *total, *factor;  // [heads][rows][ldo], [..][lds], [heads][rows]
   const T* none;       // a row of zeros, where a page is missing
   Block<T>* blocks;    // two
   Coming<T> coming;
@@ -112,85 +105,90 @@ template <class T> struct Unit {
       const int64_t page = page_of(&s->paging, (const int32_t*)args->ptr[3], b, at / size);
       Stretch<T>& part = block->part[block->count++];
       part.rows = page < 0 ? 1 : min64(size - row, k0 + keys - at);
-      part.k = (const T*)args->ptr[4] + page * s->k_page + row * s->k_row + head * s->k_h;
-      part.v = (const T*)args->ptr[5] + page * s->v_page + row * s->v_row + head * s->v_h;
-      if (page < 0) part.k = part.v = none;
+      part.k = part.v = nullptr;
+      if (page >= 0) {
+        part.k = (const T*)args->ptr[4] + page * s->k_page + row * s->k_row + head * s->k_h;
+        part.v = (const T*)args->ptr[5] + page * s->v_page + row * s->v_row + head * s->v_h;
+      }
       at += part.rows;
     }
   }
 
-  // f(first of some keys, first of their values, how many, place in the block) for head h of the unit.
-  template <class F> void turns(const Block<T>* block, int64_t h, F f) {
+  // f(first of some rows of a head, how many, place in the block); `first` is Stretch::k or v.
+  template <class F>
+  void turns(const Block<T>* block, const T* Stretch<T>::*first, int64_t step, int64_t offset, F f) {
     int64_t place = 0;
     for (int64_t i = 0; i < block->count; i++) {
       const Stretch<T>& part = block->part[i];
+      const T* const x = part.*first;
       for (int64_t row = 0, n; row < part.rows; row += n, place += n) {
         n = min64(TURN, part.rows - row);
-        f(part.k + row * s->k_row + h * s->k_h, part.v + row * s->v_row + h * s->v_h, n, place);
+        f(x ? x + row * step + offset : none, n, place);
       }
     }
   }
 
   void dots(const Block<T>* block, int64_t h) {
     const W* const own = q + h * rows * ldq;
-    turns(block, h, [&](const T* k, const T*, int64_t n, int64_t place) {
-      float* const to = scores + place;
+    turns(block, &Stretch<T>::k, s->k_row, h * s->k_h, [&](const T* k, int64_t n, int64_t place) {
+      float* const to = scores + h * rows * lds + place;
       int64_t r = 0;
       if (rows >= 4) {
-        dot_keys<T, 4, Coming<T>&>(own, ldq, k, s->k_row, s->d, n, to, BLOCK, coming);
+        dot_keys<T, 4, Coming<T>&>(own, ldq, k, s->k_row, s->d, n, to, lds, coming);
         for (r = 4; r + 4 <= rows; r += 4)
-          dot_keys<T, 4>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * BLOCK, BLOCK);
+          dot_keys<T, 4>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds);
       }
       for (; r + 2 <= rows; r += 2)
-        dot_keys<T, 2, Coming<T>&>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * BLOCK, BLOCK, coming);
+        dot_keys<T, 2, Coming<T>&>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds, coming);
       for (; r < rows; r++)
-        dot_keys<T, 1, Coming<T>&>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * BLOCK, BLOCK, coming);
+        dot_keys<T, 1, Coming<T>&>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds, coming);
     });
   }
 
   void mix(const Block<T>* block, int64_t h) {
     static const float one[2] = {1.0f, 1.0f};
     float* const own = out + h * rows * ldo;
-    turns(block, h, [&](const T*, const T* v, int64_t n, int64_t place) {
-      const W* w = weights + place;
+    turns(block, &Stretch<T>::v, s->v_row, h * s->v_h, [&](const T* v, int64_t n, int64_t place) {
+      const W* w = weights + h * rows * parts * lds + place;
+      const float* const f = factor + h * rows;
       int64_t r = 0;
       for (; r + 2 <= rows; r += 2)  // sums of the blocks before are rescaled
-        mix_keys<T, 2, Coming<T>&>(parts, w + r * parts * BLOCK, BLOCK, v, s->v_row, s->dv, n,
-                                   place ? one : factor + r, own + r * ldo, ldo, coming);
+        mix_keys<T, 2, Coming<T>&>(parts, w + r * parts * lds, lds, v, s->v_row, s->dv, n,
+                                   place ? one : f + r, own + r * ldo, ldo, coming);
       for (; r < rows; r++)
-        mix_keys<T, 1, Coming<T>&>(parts, w + r * parts * BLOCK, BLOCK, v, s->v_row, s->dv, n,
-                                   place ? one : factor + r, own + r * ldo, ldo, coming);
+        mix_keys<T, 1, Coming<T>&>(parts, w + r * parts * lds, lds, v, s->v_row, s->dv, n,
+                                   place ? one : f + r, own + r * ldo, ldo, coming);
     });
   }
 
-  // Weights of all queries of a head for the keys from k0 on.
-  void weigh(int64_t h, int64_t k0, int64_t n, int64_t start) {
-    for (int64_t r = 0; r < rows; r++) {
-      float* const row = scores + r * BLOCK;
+  // Weights of all queries for the n keys from k0 on.
+  void weigh(int64_t k0, int64_t n, int64_t start) {
+    for (int64_t i = 0; i < heads * rows; i++) {
+      float* const row = scores + i * lds;
       scale_scores(row, n, scale, cap);
-      const int64_t place = start + r % s->tq;
+      const int64_t place = start + i % rows % s->tq;
       for (int64_t j = 0; j < min64(n, place - s->back - k0); j++) row[j] = NEGATIVE_INFINITY;
       for (int64_t j = max64(0, place + 1 - k0); j < n; j++) row[j] = NEGATIVE_INFINITY;
-      const int64_t i = h * rows + r;
-      weigh_row(row, n, maximum + i, total + i, factor + r, [](int64_t) {});
-      put_weights(row, n, parts, weights + r * parts * BLOCK, BLOCK);
+      weigh_row(row, n, maximum + i, total + i, factor + i, [](int64_t) {});
+      put_weights(row, n, parts, weights + i * parts * lds, lds);
     }
   }
 
-  // Nobody has asked for the first rows of a piece: there are few of them.
-  void run(Piece piece, int64_t start) {
-    Block<T>*now = blocks, *next = blocks + 1;
-    int64_t k0 = piece.first;
-    find(k0, min64(BLOCK, piece.last - k0), now);
-    while (k0 < piece.last) {
+  // Blocks end where pages do, as far as possible.
+  int64_t block_at(int64_t k0, int64_t last) const {
+    const int64_t size = s->paging.rows, n = size <= lds ? lds / size * size - k0 % size : lds;
+    return max64(0, min64(n, last - k0));
+  }
+  void run(int64_t first, int64_t last, int64_t start) {
+    Block<T>*now = blocks, *next = (Block<T>*)((char*)blocks + block_bytes<T>(lds));
+    find(first, block_at(first, last), now);
+    for (int64_t k0 = first; k0 < last;) {
       const int64_t after = k0 + now->keys;
-      find(after, min64(BLOCK, piece.last - after), next);
+      find(after, block_at(after, last), next);
       coming.begin(next);
-      for (int64_t h = 0; h < heads; h++) {
-        dots(now, h);
-        weigh(h, k0, now->keys, start);
-        mix(now, h);
-      }
+      for (int64_t h = 0; h < heads; h++) dots(now, h);
+      weigh(k0, now->keys, start);
+      for (int64_t h = 0; h < heads; h++) mix(now, h);
       Block<T>* const done = now;
       now = next;
       next = done;
@@ -216,11 +214,11 @@ static float* record_of(const gc_args* args, const gc_cached_shape* s, int64_t b
   return (float*)args->ptr[6] + (row * s->pieces + c) * record(s->dv);
 }
 
-// scratch in floats, d and dv rounded up to 32, R = group * tq, U = unit: out [U R dv], scores and
-// weights [R 64] each, a row [dv], 2 x [U R], [R], q [U R d], zeros [U max(d, dv)]; then two blocks.
+// scratch in floats, d and dv rounded up to 32, A = unit * group * tq, K = block: out [A dv], scores and
+// weights [A K] each, a row [dv], 3 x [A], q [A d], zeros [max(d, dv)]; then two blocks.
 template <class T> static void few(const gc_args* args, int64_t begin, int64_t end) {
   const gc_cached_shape* s = (const gc_cached_shape*)args->imm;
-  const int64_t rows = s->group * s->tq, all = s->unit * rows, zeros = s->unit * max64(s->d, s->dv);
+  const int64_t rows = s->group * s->tq, all = s->unit * rows, zeros = max64(s->d, s->dv);
   typedef typename Query<T>::type W;
   Unit<T> u{args, s};
   float* scratch = (float*)args->scratch;
@@ -228,22 +226,27 @@ template <class T> static void few(const gc_args* args, int64_t begin, int64_t e
   u.rows = rows;
   u.ldq = whole(s->d);
   u.ldo = whole(s->dv);
+  u.lds = s->block;
   u.parts = sizeof(W) == 2 && rows <= EXACT ? 2 : 1;
   u.scale = (float)(float_of(s->scale) * 1.4426950408889634074);
   u.cap = (float)float_of(s->soft_cap);
   u.out = take(all * u.ldo);
-  u.scores = take(rows * BLOCK);
-  u.weights = (W*)take(rows * BLOCK);
+  u.scores = take(all * u.lds);
+  u.weights = (W*)take(all * u.lds);
   float* const natural = take(u.ldo);
   u.maximum = take(all);
   u.total = take(all);
-  u.factor = take(rows);
+  u.factor = take(all);
   u.q = (W*)take(all * u.ldq);
   T* const none = (T*)take(zeros);
   u.none = none;
   memset((void*)none, 0, (size_t)zeros * sizeof(T));
   u.blocks = (Block<T>*)(((uintptr_t)scratch + 7) & ~(uintptr_t)7);
 
+  const bool whole_rows = s->unit == s->heads && s->k_h == s->d && s->v_h == s->dv &&
+      s->k_row == s->heads * (s->d + s->dv) &&
+      (const T*)args->ptr[5] - (const T*)args->ptr[4] == s->heads * s->d;
+  if (whole_rows) u.coming.bytes = s->k_row * (int64_t)sizeof(T);
   const int64_t units = (s->heads + s->unit - 1) / s->unit;
   for (int64_t i = begin; i < end; i++) {
     const int64_t place = i % s->pieces;
@@ -252,17 +255,13 @@ template <class T> static void few(const gc_args* args, int64_t begin, int64_t e
     u.heads = min64(s->unit, s->heads - u.head);
     const int64_t start = ((const int32_t*)args->ptr[2])[u.b];
     const Seen seen = keys_seen(s, start, 0, s->tq);
-    const int64_t count = max64(0, seen.last - seen.first), pieces = pieces_of(s, seen);
-    const int64_t c = place * pieces / s->pieces, size = (count + pieces - 1) / pieces;
+    const int64_t pieces = pieces_of(s, seen), c = place * pieces / s->pieces;
+    const int64_t whole = s->paging.rows <= PAGE ? s->paging.rows : s->block;
+    const int64_t base = seen.first / whole * whole, each = (seen.last - base + pieces - 1) / pieces;
+    const int64_t size = (each + whole - 1) / whole * whole;  // pieces end where pages do
     if ((place + 1) * pieces / s->pieces == c) continue;  // another place's
-    u.coming.k_row = s->k_row;
-    u.coming.v_row = s->v_row;
-    u.coming.k_bytes = u.heads * s->d * (int64_t)sizeof(T);
-    u.coming.v_bytes = u.heads * s->dv * (int64_t)sizeof(T);
-    u.coming.dense = u.heads == s->heads && s->k_row == s->heads * (s->d + s->dv) &&
-        (const T*)args->ptr[5] - (const T*)args->ptr[4] == s->heads * s->d;
     u.load_queries();
-    u.run({seen.first + c * size, min64(seen.last, seen.first + (c + 1) * size)}, start);
+    u.run(max64(seen.first, base + c * size), min64(seen.last, base + (c + 1) * size), start);
     for (int64_t j = 0; j < u.heads * rows; j++) {
       const int64_t h = (u.head + j / rows) * s->group + j % rows / s->tq, t = j % rows % s->tq;
       if (pieces == 1) {

@@ -13,10 +13,14 @@ struct Part {
   int64_t width, b, t, step;
 };
 
-struct AppendShape {
+// A row of a page is `width` numbers that lie together, then as many a `plane` further on, and so on.
+struct RowShape {
   gc_paging paging;
-  int64_t new_rows, page, row;  // strides of the pages
-  int64_t parts;
+  int64_t width, plane, page, row;
+};
+
+struct AppendShape : RowShape {
+  int64_t new_rows, parts;
   Part part[];
 };
 
@@ -31,13 +35,13 @@ void convert_run(T* dst, const S* src, int64_t step, int64_t n) {
 
 // Convert: the pages hold floats, and so do all parts.
 template <class T, bool Convert>
-void write_part(T* dst, const Part* p, const void* source, int64_t at) {
+void write_run(T* dst, const Part* p, const void* source, int64_t at, int64_t n) {
   if constexpr (Convert) {
-    if (p->type == 1) return convert_run(dst, (const float*)source + at, p->step, p->width);
-    if (p->type == 2) return convert_run(dst, (const bf16*)source + at, p->step, p->width);
-    if (p->type == 3) return convert_run(dst, (const f16*)source + at, p->step, p->width);
+    if (p->type == 1) return convert_run(dst, (const float*)source + at, p->step, n);
+    if (p->type == 2) return convert_run(dst, (const bf16*)source + at, p->step, n);
+    if (p->type == 3) return convert_run(dst, (const f16*)source + at, p->step, n);
   }
-  copy_run(dst, 1, (const T*)source + at, p->step, p->width);
+  copy_run(dst, 1, (const T*)source + at, p->step, n);
 }
 
 template <class T, bool Convert>
@@ -45,28 +49,33 @@ void append(const gc_args* args, int64_t begin, int64_t end) {
   const AppendShape* s = (const AppendShape*)args->imm;
   const int32_t *table = (const int32_t*)args->ptr[1], *start = (const int32_t*)args->ptr[2];
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t b = i / s->new_rows, t = i % s->new_rows, place = start[b] + t;
-    if (place < 0) continue;
-    const int64_t page = page_of(&s->paging, table, b, place / s->paging.rows);
+    const int64_t b = i / s->new_rows, t = i % s->new_rows, at = start[b] + t;
+    if (at < 0) continue;
+    const int64_t page = page_of(&s->paging, table, b, at / s->paging.rows);
     if (page < 0) continue;
-    T* dst = (T*)args->ptr[0] + page * s->page + place % s->paging.rows * s->row;
+    T* dst = (T*)args->ptr[0] + page * s->page + at % s->paging.rows * s->row;
+    int64_t plane = 0, place = 0;
     for (int64_t k = 0; k < s->parts; ++k) {
       const Part* p = &s->part[k];
-      write_part<T, Convert>(dst, p, args->ptr[3 + k], b * p->b + t * p->t);
-      dst += p->width;
+      for (int64_t done = 0, n; done < p->width; done += n) {
+        n = min64(p->width - done, s->width - place);
+        write_run<T, Convert>(dst + plane * s->plane + place, p, args->ptr[3 + k],
+                              b * p->b + t * p->t + done * p->step, n);
+        place += n;
+        if (place == s->width) place = 0, plane++;
+      }
     }
   }
 }
 
-struct ReadShape {
-  gc_paging paging;
-  int64_t page, row, width;
+struct ReadShape : RowShape {
+  int64_t offset, columns;
 };
 
 template <class T>
 void read(const gc_args* args, int64_t begin, int64_t end) {
   const ReadShape* s = (const ReadShape*)args->imm;
-  const int64_t rows = s->paging.rows, size = rows * s->width;
+  const int64_t rows = s->paging.rows, size = rows * s->columns;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t page =
         page_of(&s->paging, (const int32_t*)args->ptr[1], i / s->paging.blocks, i % s->paging.blocks);
@@ -76,11 +85,16 @@ void read(const gc_args* args, int64_t begin, int64_t end) {
       continue;
     }
     const T* src = (const T*)args->ptr[0] + page * s->page;
-    if (s->row == s->width) {
-      memcpy((void*)dst, src, (size_t)size * sizeof(T));
-    } else {
+    if (s->row == s->columns && s->width == s->columns && s->offset % s->width == 0) {
+      memcpy((void*)dst, src + s->offset / s->width * s->plane, (size_t)size * sizeof(T));
+      continue;
+    }
+    for (int64_t at = s->offset, n; at < s->offset + s->columns; at += n, dst += n) {
+      const int64_t plane = at / s->width, place = at % s->width;
+      n = min64(s->width - place, s->offset + s->columns - at);
       for (int64_t r = 0; r < rows; ++r)
-        memcpy((void*)(dst + r * s->width), src + r * s->row, (size_t)s->width * sizeof(T));
+        memcpy((void*)(dst + r * s->columns), src + plane * s->plane + r * s->row + place,
+               (size_t)n * sizeof(T));
     }
   }
 }

@@ -190,8 +190,25 @@ def _experts(step: KernelStep) -> tuple[Touched, Touched]:
     return [*named, (weights, touched)], [(out, _bytes(out))]
 
 
+def _read(step: KernelStep) -> tuple[Touched, Touched]:
+    """Of the pages as much as the result takes."""
+    pages, table, out = step.pointers
+    taken = smaller(_bytes(pages), _bytes(out))
+    return [(pages, taken), (table, _bytes(table))], [(out, _bytes(out))]
+
+
+def _appended(step: KernelStep) -> tuple[Touched, Touched]:
+    """Of the pages only the new rows."""
+    pages, *named = step.pointers
+    items = as_dim(sum(product(part.shape) for part in named[2:]))
+    rows = smaller(as_dim(items * itemsize(pages.dtype)), _bytes(pages))
+    return [(v, _bytes(v)) for v in named], [(pages, rows)]
+
+
 _PARTLY: dict[str, Callable[[KernelStep], tuple[Touched, Touched]]] = {
+    "gc_append_pages_": _appended,
     "gc_gather_": _gathered,
+    "gc_read_pages_": _read,
     "gc_scatter_set_": _scattered,
     "gc_scatter_sum_": _scattered,
     "gc_scatter_prod_": _scattered,

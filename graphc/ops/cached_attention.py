@@ -74,7 +74,8 @@ def paged_attention(
     sinks: torch.Tensor | None = None, back: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `cached_attention`, over rows in pages (`graphc.ops.pages`): a row is the keys of all
-    `heads` (D each), then their values (`width` each)."""
+    `heads` (D each), then their values (`width` each). Pages [N, P, W] or, faster with few queries
+    and possible where `width` is D, [N, 2 * heads, P, D]."""
     batch, _, _, size = query.shape
     rows = torch.ops.graphc.read_pages(pages, table, 0, heads * (size + width))
     key = rows[..., : heads * size].reshape(batch, -1, heads, size).transpose(1, 2)

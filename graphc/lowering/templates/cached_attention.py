@@ -14,29 +14,29 @@ from graphc.lowering.templates.attention_operands import MASK_TYPES
 from graphc.lowering.templates.operand import FAST, grain_for
 from graphc.lowering.templates.pack import PANEL
 from graphc.lowering.templates.pages import integers, paging
-from graphc.lowering.templates.strided import SIZES, float_bits
+from graphc.lowering.templates.strided import float_bits
 from graphc.lowering.templates.strided import unit as constant_unit
 
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
 
-#: queries of a head of keys up to which rows of keys are read as they lie
-MOST_ROWS = 64
-#: bytes of keys that a unit of few queries reads of a row, about
-RUN = 4096
+#: queries of a head of keys up to which rows of keys are read as they lie, and of all heads of a
+#: unit about
+MOST_ROWS, UNIT_ROWS = 64, 256
 #: of few queries: pieces of a sequence's keys at most, and keys of one at least, where reading is
 #: the work and where arithmetic is
-PIECES, PIECE, LONG_PIECE, MANY_ROWS = 32, 128, 256, 8
+PIECES, PIECE, LONG_PIECE, FEW_ROWS = 32, 256, 512, 8
+#: of few queries, keys between rescalings: of pages that hold rows, of pages that hold heads at
+#: most, of sequences
+ROW_BLOCK, PAGE_BLOCK, BLOCK = 16, 128, 512
 #: SPAN of attention_cached_many.cpp; panels of a unit with four heads of keys or more, two, one
 SPAN, PANELS = 4 * KEYS, (32, 16, 8)
-#: of attention_cached_few.cpp: keys of a block, bytes of two of them
-BLOCK, BLOCKS = 16, 2 * (16 + 24 * 17) + 8
 
 
 @dataclass(frozen=True)
 class Rows:
     """Where keys and values lie: `paging` as in kernels/paging.h, steps of a page (without a table:
-    of a sequence), a row and a head; `dense` if the heads of a row are neighbours."""
+    of a sequence), a row and a head; `block` keys are best read together, of all heads if so."""
 
     key: View
     value: View
@@ -44,7 +44,8 @@ class Rows:
     table: View | None
     key_steps: tuple[Dim, Dim, Dim]
     value_steps: tuple[Dim, Dim, Dim]
-    dense: bool
+    block: int
+    together: bool
 
 
 @rule("graphc.paged_attention.default")
@@ -53,13 +54,29 @@ def paged_attention(ctx: LoweringContext, node: Node) -> None:
     pages, table = ctx.view(node.argument("pages")), integers(ctx, node, "table")
     heads, width = int(node.argument("heads")), int(node.argument("width"))
     size = ctx.static(node.argument("query").type.shape[3])
-    if size is None or not same(pages.shape[2], heads * (size + width)):
+    if size is None or ctx.static(pages.strides[-1]) != 1:
+        raise Refuse("an unknown head size, or pages whose rows do not lie in one piece")
+    step: Dim
+    if len(pages.shape) == 4:  # each head's rows together: [N, 2 * heads, P, D]
+        page, step, row = pages.strides[:3]
+        known = ctx.static(pages.shape[2])
+        block = (
+            PAGE_BLOCK
+            if known is None
+            else min(PAGE_BLOCK, PANEL // 2 * ceildiv(known, PANEL // 2))
+        )
+        value = pages.with_(offset=pages.offset + heads * step)
+        whole = same(pages.shape[1], 2 * heads) and same(pages.shape[3], size) and size == width
+    else:
+        page, row = pages.strides[:2]
+        step, block = size, ROW_BLOCK
+        value = pages.with_(offset=pages.offset + heads * size)
+        whole = same(pages.shape[2], heads * (size + width))
+    if not whole:
         raise Refuse("rows that are not keys and values of all heads")
-    page, row = pages.strides[:2]
-    found = Rows(
-        pages, pages.with_(offset=pages.offset + heads * size), paging(ctx, pages, table), table,
-        (page, row, size), (page, row, width), True,
-    )  # fmt: skip
+    second = step if len(pages.shape) == 4 else width
+    held = paging(ctx, pages, table)
+    found = Rows(pages, value, held, table, (page, row, step), (page, row, second), block, True)
     _emit(ctx, node, found, heads, width)
 
 
@@ -74,7 +91,7 @@ def cached_attention(ctx: LoweringContext, node: Node) -> None:
         key, value, [key.shape[2], key.shape[0], 0], None,
         (key.strides[0], key.strides[2], key.strides[1]),
         (value.strides[0], value.strides[2], value.strides[1]),
-        same(key.strides[1], key.shape[3]) and same(value.strides[1], width),
+        BLOCK, False,
     )  # fmt: skip
     _emit(ctx, node, found, heads, width)
 
@@ -152,10 +169,8 @@ def _few(ctx: LoweringContext, work: _Work, found: Rows, rows: int) -> None:
     """Two Steps: pieces of each sequence's keys, then their sum."""
     q, out, size, width = work.inputs[0], work.out, work.size, work.width
     kind, heads = FAST[q.dtype], work.heads
-    unit = 1
-    if found.dense:
-        unit = min(heads, max(1, RUN // max(1, SIZES[q.dtype] * max(size, width))))
-    piece = PIECE if rows <= MANY_ROWS else LONG_PIECE
+    unit = min(heads, max(1, UNIT_ROWS // rows)) if found.together else 1
+    piece = PIECE if rows <= FEW_ROWS else LONG_PIECE
     most = ctx.static(product([found.paging[0], _entries(found.paging[2])]))
     pieces = PIECES if most is None else min(PIECES, max(1, most // piece))
     record = 16 + PANEL * ceildiv(width, PANEL)
@@ -165,11 +180,9 @@ def _few(ctx: LoweringContext, work: _Work, found: Rows, rows: int) -> None:
             [work.batch * work.tq * heads * work.group, pieces, record], "float32"
         )
     deep, wide = (PANEL * ceildiv(n, PANEL) for n in (size, width))
-    floats = (
-        unit * rows * (deep + wide + 2) + rows * (2 * BLOCK + 1) + wide + unit * max(size, width)
-    )
+    floats = unit * rows * (deep + wide + 2 * found.block + 3) + wide + max(size, width)
     pointers = work.pointers(partial)
-    immediates = [*work.immediates, unit, pieces, piece]
+    immediates = [*work.immediates, unit, pieces, piece, found.block]
     code = constant_unit(ctx, "attention_cached_few", kind)
     ctx.kernel(
         code,
@@ -179,7 +192,7 @@ def _few(ctx: LoweringContext, work: _Work, found: Rows, rows: int) -> None:
         reads=work.inputs,
         writes=[out] if partial is out else [out, partial],
         range=work.batch * ceildiv(heads, unit) * pieces,
-        scratch=4 * floats + BLOCKS,
+        scratch=4 * floats + 2 * (16 + 24 * found.block) + 8,
         label=work.label,
     )
     if partial is not out:
@@ -217,7 +230,7 @@ def _many(ctx: LoweringContext, work: _Work) -> None:
         constant_unit(ctx, "attention_cached_many", kind),
         f"gc_cached_many_{kind}",
         pointers=work.pointers(out),
-        immediates=[*work.immediates, unit, 0, 0],
+        immediates=[*work.immediates, unit, 0, 0, 0],
         reads=work.inputs,
         writes=[out],
         range=work.batch * heads * ceildiv(panels, unit),

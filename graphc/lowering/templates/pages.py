@@ -18,7 +18,13 @@ def paging(ctx: LoweringContext, pages: View, table: View) -> list[Dim]:
     """The immediates of gc_paging (kernels/paging.h)."""
     if ctx.static(pages.strides[-1]) != 1:
         raise Refuse("pages whose rows do not lie in one piece")
-    return [pages.shape[1], pages.shape[0], table.shape[1]]
+    return [pages.shape[-2], pages.shape[0], table.shape[1]]
+
+
+def _strides(pages: View) -> list[Dim]:
+    """Numbers of a row that lie together; the steps between such pieces, pages and rows."""
+    plane = pages.strides[1] if len(pages.shape) == 4 else 0
+    return [pages.shape[-1], plane, pages.strides[0], pages.strides[-2]]
 
 
 def integers(ctx: LoweringContext, node: Node, name: str) -> View:
@@ -41,7 +47,7 @@ def append_pages(ctx: LoweringContext, node: Node) -> None:
     (out,) = ctx.outputs(node)
     start_from(ctx, base, out, "append_pages")
     new_rows = parts[0].shape[1]
-    immediates = [*paging(ctx, out, table), new_rows, *out.strides[:2], len(parts)]
+    immediates = [*paging(ctx, out, table), *_strides(out), new_rows, len(parts)]
     for part in parts:
         kind = MASK_TYPES[part.dtype] if converted else 0
         immediates += [kind, part.shape[2], *part.strides]
@@ -54,7 +60,7 @@ def append_pages(ctx: LoweringContext, node: Node) -> None:
         reads=[out, table, start, *parts],
         writes=[out],
         range=product(table.shape[:1]) * new_rows,
-        grain=grain(ctx, out.shape[2]),
+        grain=grain(ctx, product([*out.shape[1:-2], out.shape[-1]])),
         label="append_pages",
     )
 
@@ -66,16 +72,15 @@ def read_pages(ctx: LoweringContext, node: Node) -> None:
     table = integers(ctx, node, "table")
     offset, width = node.argument("offset"), node.argument("width")
     (out,) = ctx.outputs(node)
-    part = pages.with_(offset=pages.offset + offset)
     kind = bytes_tag(pages.dtype)
     ctx.kernel(
         unit(ctx, "pages", kind),
         f"gc_read_pages_{kind}",
-        pointers=[part, table, out],
-        immediates=[*paging(ctx, pages, table), *pages.strides[:2], width],
+        pointers=[pages, table, out],
+        immediates=[*paging(ctx, pages, table), *_strides(pages), offset, width],
         reads=[pages, table],
         writes=[out],
         range=product(table.shape),
-        grain=grain(ctx, product(pages.shape[1:2]) * width),
+        grain=grain(ctx, product([pages.shape[-2], width])),
         label="read_pages",
     )

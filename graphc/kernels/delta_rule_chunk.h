@@ -29,12 +29,37 @@ GC_INLINE void accumulate(vf (&acc)[TILE][NV], const typename A::item* a, int64_
   }
 }
 
+// The rows of the next chunk, read and written, asked for one by one while this one is worked on: they
+// lie apart, where no prefetcher of the hardware looks.
+template <class T> struct Coming {
+  const Head<T>& head;
+  int64_t t0, n;
+  int64_t each, next;  // rows at a time, and how many have been asked for
+
+  template <int WRITTEN = 0, class S> GC_INLINE void row(const S* p, int64_t length) {
+    for (const char *line = (const char*)p, *end = (const char*)(p + length); line < end; line += 64)
+      __builtin_prefetch(line, WRITTEN, 2);
+  }
+  void ask() {
+    const gc_delta_rule_shape* s = head.s;
+    for (const int64_t end = min64(5 * n, next + each); next < end; next++) {
+      const int64_t t = t0 + next / 5;
+      if (next % 5 == 0) row(head.k + t * s->k_s[1], s->k);
+      if (next % 5 == 1) row(head.q + t * s->q_s[1], s->k);
+      if (next % 5 == 2) row(head.v + t * s->v_s[1], s->v);
+      if (next % 5 == 3) row(head.decay + t * s->decay_s[1], s->by_head ? 1 : s->k);
+      if (next % 5 == 4) row<1>(head.out + t * s->out_s[1], s->v);
+    }
+  }
+};
+
 // s [rows][32] = total s + tail^T u, and `items`, what the next product reads of it. Over fp32 that is
 // s itself.
-template <class A>
+template <class A, class T>
 static void update_panel(const Chunk<A>& c, const typename A::item* u, float* s,
-                         typename A::item* items) {
+                         typename A::item* items, Coming<T>* coming) {
   for (int64_t r0 = 0; r0 < c.ld; r0 += TILE) {
+    coming->ask();
     for (int h = 0; h < GC_NR; h += 2 * VL) {
       vf acc[TILE][2];
       float* const to = s + r0 * GC_NR + h;
@@ -130,26 +155,11 @@ GC_INLINE void store_row(const float* row, int64_t columns, T* to) {
   if (h < columns) vstore(to + h, load<vf>(row + h), First{columns - h});
 }
 
-// Asks for the lines of part `part` of `parts` of a row that is needed in a while.
-template <class T>
-GC_INLINE void ask_row(const T* row, int64_t n, int64_t part, int64_t parts) {
-  const char *p = (const char*)(row + n * part / parts), *end = (const char*)(row + n * (part + 1) / parts);
-  for (; p < end; p += 64) __builtin_prefetch(p, 0, 2);
-}
-template <class T>
-static void ask(const Head<T>& head, int64_t t0, int64_t n, bool by_head, int64_t part, int64_t parts) {
-  const gc_delta_rule_shape* s = head.s;
-  for (int64_t t = t0; t < t0 + n; t++) {
-    ask_row(head.k + t * s->k_s[1], s->k, part, parts);
-    ask_row(head.q + t * s->q_s[1], s->k, part, parts);
-    ask_row(head.v + t * s->v_s[1], s->v, part, parts);
-    if (!by_head) ask_row(head.decay + t * s->decay_s[1], s->k, part, parts);
-  }
-}
-
-// Panels first .. last of one head.
+// Panels first .. last of one head, tokens begin .. end of it. The state before is at `before`, if there
+// is one, that after at head.after.
 template <bool BY_HEAD, class T>
-static void chunks(const Head<T>& head, int64_t first, int64_t last, float* scratch) {
+static void chunks(const Head<T>& head, int64_t first, int64_t last, int64_t begin, int64_t end,
+                   const float* before, float* scratch) {
   typedef typename Product<T>::type A;
   typedef typename A::item item;
   const gc_delta_rule_shape* s = head.s;
@@ -162,7 +172,7 @@ static void chunks(const Head<T>& head, int64_t first, int64_t last, float* scra
   item* const items = FLOATS ? (item*)state : (item*)take((last - first) * c.ld / 2 * GC_NR);
   for (int64_t p = first; p < last; p++) {
     float* const panel = state + (p - first) * c.ld * GC_NR;
-    load_panel(head.before, s->k, s->v, p * GC_NR, c.ld, panel);
+    load_panel(before, s->k, s->v, p * GC_NR, c.ld, panel);
     if (!FLOATS)
       for (int64_t i = 0; i < c.ld; i += 2)
         for (int h = 0; h < GC_NR; h += VL)
@@ -170,14 +180,15 @@ static void chunks(const Head<T>& head, int64_t first, int64_t last, float* scra
                          load<vf>(panel + i * GC_NR + h), load<vf>(panel + (i + 1) * GC_NR + h));
   }
 
-  for (int64_t t0 = 0; t0 < s->tokens; t0 += CHUNK) {
-    const int64_t n = min64(CHUNK, s->tokens - t0), ahead = min64(CHUNK, s->tokens - t0 - n);
+  for (int64_t t0 = begin; t0 < end; t0 += CHUNK) {
+    const int64_t n = min64(CHUNK, end - t0), ahead = min64(CHUNK, end - t0 - n);
+    const int64_t turns = (last - first) * c.ld / TILE;
+    Coming<T> coming = {head, t0 + n, ahead, (5 * ahead + turns - 1) / turns, 0};
     prepare<BY_HEAD>(head, t0, n, &c);
     for (int64_t p = first; p < last; p++) {
       float* const panel = state + (p - first) * c.ld * GC_NR;
       item* const panel_items = items + (p - first) * A::steps(c.ld) * GC_NR;
       const int64_t column = p * GC_NR, columns = min64(GC_NR, s->v - column);
-      ask(head, t0 + n, ahead, BY_HEAD, p - first, last - first);
       mix_block<A>(c.left, panel_items, GC_NR, A::steps(c.ld), 2 * CHUNK, xy, GC_NR, false);
       for (int64_t i = 0; i < CHUNK; i++) {
         const T* const v = head.v + (t0 + i) * s->v_s[1] + column;
@@ -200,7 +211,7 @@ static void chunks(const Head<T>& head, int64_t first, int64_t last, float* scra
       show(c, u_items, xy + CHUNK * GC_NR);
       for (int64_t i = 0; i < n; i++)
         store_row(xy + (CHUNK + i) * GC_NR, columns, head.out + (t0 + i) * s->out_s[1] + column);
-      update_panel(c, u_items, panel, panel_items);
+      update_panel(c, u_items, panel, panel_items, &coming);
     }
   }
   for (int64_t p = first; p < last; p++)

@@ -57,7 +57,7 @@ template <class A> struct Chunk {
   float* rows;               // [32][ld] floats, or as many halves
   item *left, *tail;         // [steps(ld)][32], [steps(16)][ld]
   float* total;              // [ld]
-  float *parts, *told, *shown;  // [4][16][VL], [16][16], [16][16]
+  float *parts, *told, *shown;  // [2][16][VL], [16][16], [16][16]
   item* shown_items;         // [steps(16)][16]
   float *beta, *factor_k, *factor_q, *prefix, *suffix;  // [16]
 
@@ -70,7 +70,7 @@ template <class A> struct Chunk {
     left = (item*)take(2 * CHUNK * ld);
     tail = (item*)take(CHUNK * ld);
     total = take(ld);
-    parts = take(4 * CHUNK * 16);
+    parts = take(2 * CHUNK * VL);
     told = take(CHUNK * CHUNK);
     shown = take(CHUNK * CHUNK);
     shown_items = (item*)take(CHUNK * CHUNK);
@@ -89,13 +89,23 @@ template <int S, int H, int... L> GC_INLINE vf halves(vf a, vf b, std::integer_s
   return __builtin_shufflevector(
       a, b, (L / (S / 2) % (VL / S) * S + H * (S / 2) + L % (S / 2) + (L / (S / 2)) / (VL / S) * VL)...);
 }
-template <int S> GC_INLINE void add_halves(vf* t) {
-  if constexpr (S > 1) {
-    constexpr std::make_integer_sequence<int, VL> lanes{};
+// Every second lane of a, then of b, from H on.
+template <int H, int... L> GC_INLINE vf every_second(vf a, vf b, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(a, b, (2 * L + H)...);
+}
+constexpr std::make_integer_sequence<int, VL> ALL_LANES{};
+
+// Registers of VL / S sums over S lanes become one of VL sums: each step adds the halves of segments,
+// of two registers into one, until there are `count`.
+template <int S> GC_INLINE void add_halves(vf* t, int count) {
 #pragma GCC unroll 8
-    for (int i = 0; i < S / 2; i++)
-      t[i] = halves<S, 0>(t[2 * i], t[2 * i + 1], lanes) + halves<S, 1>(t[2 * i], t[2 * i + 1], lanes);
-    add_halves<S / 2>(t);
+  for (int i = 0; i < count; i++)
+    t[i] = halves<S, 0>(t[2 * i], t[2 * i + 1], ALL_LANES) + halves<S, 1>(t[2 * i], t[2 * i + 1], ALL_LANES);
+}
+template <int S> GC_INLINE void sum_segments(vf* t) {
+  if constexpr (S > 1) {
+    add_halves<S>(t, S / 2);
+    sum_segments<S / 2>(t);
   }
 }
 // to[i] = the sum of the lanes of parts[i], for a chunk of them.
@@ -104,42 +114,45 @@ static void sum_lanes(const float* parts, float* to) {
     vf t[VL];
 #pragma GCC unroll 16
     for (int i = 0; i < VL; i++) t[i] = load<vf>(parts + (h + i) * VL);
-    add_halves<VL>(t);
+    sum_segments<VL>(t);
     store(to + h, t[0]);
   }
 }
 
 // -- scores under a decay of each channel ---------------------------------------------------------
 
-// Adds NB vectors of channels to the scores of columns j and j + 1, lane by lane: what column j shows to
-// token i fades by one factor with each token in between.
+// Of columns j and j + 1, told and shown; four partial sums in one register [told, told, shown, shown].
+GC_INLINE vf partial_sums(vf told0, vf told1, vf shown0, vf shown1) {
+  vf t[4] = {told0, told1, shown0, shown1};
+  add_halves<VL>(t, 2);
+  add_halves<VL / 2>(t, 1);
+  return t[0];
+}
+
+// The scores of columns j and j + 1 over NB vectors of channels: what a column shows to token i fades by
+// one factor with each token in between. parts is [16][VL].
 template <int NB>
 static void fading_scores(const float* k, const float* q, const float* decay, int64_t ld, int64_t j,
-                          float* parts) {
-  constexpr int64_t N = CHUNK * VL;
-  float *const a0 = parts, *const b0 = parts + N, *const a1 = parts + 2 * N, *const b1 = parts + 3 * N;
-  const auto add = [](float* p, vf x) __attribute__((always_inline)) { store(p, load<vf>(p) + x); };
-  vf r0[NB], r1[NB], a = {}, b = {}, c = {};
+                          bool add, float* parts) {
+  const auto put = [&](int64_t i, vf sums) __attribute__((always_inline)) {
+    float* const p = parts + i * VL;
+    store(p, add ? load<vf>(p) + sums : sums);
+  };
+  vf r0[NB], r1[NB], told = {}, shown[3] = {};
 #pragma GCC unroll 8
   for (int n = 0; n < NB; n++) {
-    r0[n] = load<vf>(k + j * ld + n * VL);
-    b += r0[n] * load<vf>(q + j * ld + n * VL);
+    const int64_t at = j * ld + n * VL;
+    const vf x = load<vf>(q + at + ld);
+    r0[n] = load<vf>(k + at);
+    shown[0] += r0[n] * load<vf>(q + at);
+    r0[n] *= load<vf>(decay + at + ld);
+    r1[n] = load<vf>(k + at + ld);
+    told += r0[n] * r1[n];
+    shown[1] += r0[n] * x;
+    shown[2] += r1[n] * x;
   }
-  add(b0 + j * VL, b);
-  b = vf{};
-#pragma GCC unroll 8
-  for (int n = 0; n < NB; n++) {
-    const int64_t at = (j + 1) * ld + n * VL;
-    r0[n] *= load<vf>(decay + at);
-    r1[n] = load<vf>(k + at);
-    const vf x = load<vf>(q + at);
-    a += r0[n] * r1[n];
-    b += r0[n] * x;
-    c += r1[n] * x;
-  }
-  add(a0 + (j + 1) * VL, a);
-  add(b0 + (j + 1) * VL, b);
-  add(b1 + (j + 1) * VL, c);
+  put(j, partial_sums(vf{}, vf{}, shown[0], vf{}));
+  put(j + 1, partial_sums(told, vf{}, shown[1], shown[2]));
   for (int64_t i = j + 2; i < CHUNK; i++) {
     vf sum[4] = {};
 #pragma GCC unroll 8
@@ -149,34 +162,46 @@ static void fading_scores(const float* k, const float* q, const float* decay, in
       r0[n] *= e;
       r1[n] *= e;
       sum[0] += r0[n] * x;
-      sum[1] += r0[n] * y;
-      sum[2] += r1[n] * x;
+      sum[1] += r1[n] * x;
+      sum[2] += r0[n] * y;
       sum[3] += r1[n] * y;
     }
-    add(a0 + i * VL, sum[0]);
-    add(b0 + i * VL, sum[1]);
-    add(a1 + i * VL, sum[2]);
-    add(b1 + i * VL, sum[3]);
+    put(i, partial_sums(sum[0], sum[1], sum[2], sum[3]));
   }
 }
 
 template <class A> static void scores_by_channel(Chunk<A>* c) {
-  constexpr int MOST = GC_VBYTES == 64 ? 8 : 4;
+  constexpr int MOST = GC_VBYTES == 64 ? 8 : 4, TOKENS = VL / 4;  // tokens of a register of four sums
   for (int64_t j = 0; j < CHUNK; j += 2) {
-    for (int64_t i = 0; i < 4 * CHUNK * VL; i += VL) store(c->parts + i, vf{});
+    if (j > 0)  // tokens before a column are shown nothing
+      for (int64_t i = j - 2; i < j; i++) store(c->parts + i * VL, vf{});
     int64_t n = 0;
     const auto each = [&](auto count) __attribute__((always_inline)) {
       constexpr int NB = decltype(count)::count;
       for (; n + NB * VL <= c->ld; n += NB * VL)
-        fading_scores<NB>(c->k + n, c->q + n, c->decay + n, c->ld, j, c->parts);
+        fading_scores<NB>(c->k + n, c->q + n, c->decay + n, c->ld, j, n > 0, c->parts);
     };
     each(Rows<MOST>());
     each(Rows<MOST / 2>());
     if (MOST / 4 > 1) each(Rows<MOST / 4>());
     each(Rows<1>());
-    for (int64_t m = 0; m < 2; m++) {
-      sum_lanes(c->parts + 2 * m * CHUNK * VL, c->told + (j + m) * CHUNK);
-      sum_lanes(c->parts + (2 * m + 1) * CHUNK * VL, c->shown + (j + m) * CHUNK);
+    for (int64_t h = 0; h < CHUNK; h += VL) {
+      vf t[4];
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; g++) {
+        vf one[TOKENS];
+#pragma GCC unroll 4
+        for (int i = 0; i < TOKENS; i++) one[i] = load<vf>(c->parts + (h + g * TOKENS + i) * VL);
+        sum_segments<TOKENS>(one);
+        t[g] = one[0];
+      }
+      const vf even[2] = {every_second<0>(t[0], t[1], ALL_LANES), every_second<0>(t[2], t[3], ALL_LANES)},
+               odd[2] = {every_second<1>(t[0], t[1], ALL_LANES), every_second<1>(t[2], t[3], ALL_LANES)};
+      float *const told = c->told + j * CHUNK + h, *const shown = c->shown + j * CHUNK + h;
+      store(told, every_second<0>(even[0], even[1], ALL_LANES));
+      store(told + CHUNK, every_second<0>(odd[0], odd[1], ALL_LANES));
+      store(shown, every_second<1>(even[0], even[1], ALL_LANES));
+      store(shown + CHUNK, every_second<1>(odd[0], odd[1], ALL_LANES));
     }
   }
 }
@@ -185,36 +210,46 @@ template <class A> static void scores_by_channel(Chunk<A>* c) {
 
 GC_INLINE vf lanes_from(int64_t h) { return to_f32(lane_numbers()) + (float)h; }
 
-// Tokens t0 .. t0 + n as rows of floats, and the factors that normalise them; rows from n on are zero.
-template <class T, class A>
-static void read_tokens(const Head<T>& head, int64_t t0, int64_t n, Chunk<A>* c) {
-  const gc_delta_rule_shape* s = head.s;
-  float* const squares = c->parts;
-  for (int64_t i = 0; i < CHUNK; i++) {
-    float *const k = c->k + i * c->ld, *const q = c->q + i * c->ld;
+// Tokens t0 .. t0 + n of a head; those behind them, up to a chunk, are zero.
+template <class T> struct Tokens {
+  const Head<T>& head;
+  int64_t t0, n;
+  inline __attribute__((always_inline)) vf k(int64_t t, int64_t i) const {
+    return t < n ? load_row(head.k + (t0 + t) * head.s->k_s[1], i, head.s->k) : vf{};
+  }
+  inline __attribute__((always_inline)) vf q(int64_t t, int64_t i) const {
+    return t < n ? load_row(head.q + (t0 + t) * head.s->q_s[1], i, head.s->k) : vf{};
+  }
+  inline __attribute__((always_inline)) vf decay(int64_t t, int64_t i) const {
+    return t < n ? load_row(head.decay + (t0 + t) * head.s->decay_s[1], i, head.s->k) : vf{};
+  }
+};
+
+// beta, and what normalises and scales k and q.
+template <class T, class A> static void read_factors(const Tokens<T>& tokens, Chunk<A>* c) {
+  const Head<T>& head = tokens.head;
+  for (int64_t t = 0; t < CHUNK; t++) {
+    c->beta[t] = t < tokens.n ? head.beta_of(tokens.t0 + t) : 0.0f;
+    c->factor_k[t] = 1.0f;
+    c->factor_q[t] = head.scale;
+  }
+  if (!head.s->normalize) return;
+  float* const squares = c->parts;  // of k, then of q
+  for (int64_t t = 0; t < CHUNK; t++) {
     vf k2 = {}, q2 = {};
-    if (i < n) {
-      k2 = read_row(head.k + (t0 + i) * s->k_s[1], s->k, k);
-      q2 = read_row(head.q + (t0 + i) * s->q_s[1], s->k, q);
-    } else {
-      memset(k, 0, (size_t)c->ld * sizeof(float));
-      memset(q, 0, (size_t)c->ld * sizeof(float));
+    for (int64_t i = 0; i < c->ld; i += VL) {
+      const vf k = tokens.k(t, i), q = tokens.q(t, i);
+      k2 += k * k;
+      q2 += q * q;
     }
-    store(squares + i * VL, k2);
-    store(squares + (CHUNK + i) * VL, q2);
-    c->beta[i] = i < n ? head.beta_of(t0 + i) : 0.0f;
+    store(squares + t * VL, k2);
+    store(squares + (CHUNK + t) * VL, q2);
   }
-  for (int64_t i = 0; i < CHUNK; i++) {
-    c->factor_k[i] = 1.0f;
-    c->factor_q[i] = head.scale;
-  }
-  if (s->normalize) {
-    sum_lanes(squares, c->factor_k);
-    sum_lanes(squares + CHUNK * VL, c->factor_q);
-    for (int64_t h = 0; h < CHUNK; h += VL) {
-      store(c->factor_k + h, 1.0f / vsqrt(load<vf>(c->factor_k + h) + NORM_EPS));
-      store(c->factor_q + h, head.scale / vsqrt(load<vf>(c->factor_q + h) + NORM_EPS));
-    }
+  sum_lanes(squares, c->factor_k);
+  sum_lanes(squares + CHUNK * VL, c->factor_q);
+  for (int64_t h = 0; h < CHUNK; h += VL) {
+    store(c->factor_k + h, 1.0f / vsqrt(load<vf>(c->factor_k + h) + NORM_EPS));
+    store(c->factor_q + h, head.scale / vsqrt(load<vf>(c->factor_q + h) + NORM_EPS));
   }
 }
 
@@ -231,48 +266,43 @@ GC_INLINE void put_row(float* rows, int64_t at, vf x, Pairs) {
 #endif
 
 template <class T, class A>
-static void decay_by_channel(const Head<T>& head, int64_t t0, int64_t n, Chunk<A>* c) {
-  const gc_delta_rule_shape* s = head.s;
+static void decay_by_channel(const Tokens<T>& tokens, Chunk<A>* c) {
   const int64_t ld = c->ld;
   for (int64_t i = 0; i < ld; i += VL) {  // inside, the loops go over tokens with a vector of channels
-    vf sum = {}, e[CHUNK], p = splat(1.0f);
-#pragma GCC unroll 1
-    for (int64_t t = 0; t < CHUNK; t++) {
-      const vf g = t < n ? load_row(head.decay + (t0 + t) * s->decay_s[1], i, s->k) : vf{};
-      sum += g;
-      e[t] = vexp(g);
-      store(c->decay + t * ld + i, e[t]);
-    }
-    store(c->total + i, vexp(sum));
+    vf sum = {}, p = splat(1.0f);
 #pragma GCC unroll 1
     for (int64_t t = 0; t < CHUNK; t++) {
       const int64_t at = t * ld + i;
-      p *= e[t];
-      const vf k = load<vf>(c->k + at) * splat(c->factor_k[t]),
-               q = load<vf>(c->q + at) * splat(c->factor_q[t]);
+      const vf g = tokens.decay(t, i), e = vexp(g), k = tokens.k(t, i) * splat(c->factor_k[t]),
+               q = tokens.q(t, i) * splat(c->factor_q[t]);
+      sum += g;
+      p *= e;
+      store(c->decay + at, e);
       store(c->k + at, k);
       store(c->q + at, q);
       put_row(c->rows, at, k * p, A());
       put_row(c->rows, CHUNK * ld + at, q * p, A());
     }
+    store(c->total + i, vexp(sum));
     p = splat(1.0f);
 #pragma GCC unroll 1
     for (int64_t t = CHUNK - 2; t >= 0; t -= 2) {
       const vf hi = load<vf>(c->k + (t + 1) * ld + i) * p;
-      p *= e[t + 1];
+      p *= load<vf>(c->decay + (t + 1) * ld + i);
       const vf lo = load<vf>(c->k + t * ld + i) * p;
-      p *= e[t];
+      p *= load<vf>(c->decay + t * ld + i);
       store_steps<A>(c->tail + A::steps(t) * ld + i, ld, lo, hi);
     }
   }
 }
 
 template <class T, class A>
-static void decay_by_head(const Head<T>& head, int64_t t0, int64_t n, Chunk<A>* c) {
+static void decay_by_head(const Tokens<T>& tokens, Chunk<A>* c) {
+  const Head<T>& head = tokens.head;
   const int64_t ld = c->ld;
   float g[CHUNK], sum = 0.0f;
   for (int64_t t = 0; t < CHUNK; t++) {
-    g[t] = t < n ? head.decay[(t0 + t) * head.s->decay_s[1]] : 0.0f;
+    g[t] = t < tokens.n ? head.decay[(tokens.t0 + t) * head.s->decay_s[1]] : 0.0f;
     c->prefix[t] = sum += g[t];
   }
   for (int64_t t = CHUNK - 1, rest = 0; t >= 0; t--) {
@@ -289,9 +319,9 @@ static void decay_by_head(const Head<T>& head, int64_t t0, int64_t n, Chunk<A>* 
       vf k[2];
       for (int64_t m = 0; m < 2; m++) {
         const int64_t at = (t + m) * ld + i;
-        k[m] = load<vf>(c->k + at) * splat(c->factor_k[t + m]);
+        k[m] = tokens.k(t + m, i) * splat(c->factor_k[t + m]);
         put_row(c->rows, at, k[m], A());
-        put_row(c->rows, CHUNK * ld + at, load<vf>(c->q + at) * splat(c->factor_q[t + m]), A());
+        put_row(c->rows, CHUNK * ld + at, tokens.q(t + m, i) * splat(c->factor_q[t + m]), A());
         k[m] *= splat(c->suffix[t + m]);
       }
       store_steps<A>(c->tail + A::steps(t) * ld + i, ld, k[0], k[1]);
@@ -317,11 +347,12 @@ static void decay_by_head(const Head<T>& head, int64_t t0, int64_t n, Chunk<A>* 
 
 template <bool BY_HEAD, class T, class A>
 static void prepare(const Head<T>& head, int64_t t0, int64_t n, Chunk<A>* c) {
-  read_tokens(head, t0, n, c);
+  const Tokens<T> tokens = {head, t0, n};
+  read_factors(tokens, c);
   if (BY_HEAD) {
-    decay_by_head(head, t0, n, c);
+    decay_by_head(tokens, c);
   } else {
-    decay_by_channel(head, t0, n, c);
+    decay_by_channel(tokens, c);
     turn_rows(c);
     scores_by_channel(c);
   }

@@ -287,7 +287,7 @@ def _triangle(n: Dim) -> Dim:
 
 _DOT_PRODUCTS = (
     r"gemm_|attention_|lightning_|conv_(?!depthwise)"
-    r"|gc_(grouped|experts_gate|experts_down|recurrent)"
+    r"|gc_(cached|grouped|experts_gate|experts_down|recurrent)"
 )
 
 

@@ -66,7 +66,14 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.rewrite": IR | {"graphc.ops", "graphc.report"},
     "graphc.frontends": IR | {"graphc.ops", "graphc.shapes"},
     "graphc.lowering": IR
-    | {"graphc.ops", "graphc.kernels", "graphc.plan", "graphc.rewrite", "graphc.report"},
+    | {
+        "graphc.dsl",
+        "graphc.kernels",
+        "graphc.ops",
+        "graphc.plan",
+        "graphc.report",
+        "graphc.rewrite",
+    },
     "graphc.toolchain": GROUND | {"graphc.plan", "graphc.store", "graphc.kernels"},
     "graphc.runtime": GROUND | {"graphc.plan", "graphc.plan_io"},
     "passes.memory": IR | {"graphc.plan", "graphc.rewrite", "graphc.report"},

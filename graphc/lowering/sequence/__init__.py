@@ -1,0 +1,1 @@
+"""Kernels of operators over sequence state (graphc/dsl), generated from their expressions."""

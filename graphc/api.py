@@ -100,9 +100,11 @@ def build_captured(
     sides: Sequence[Side] = (),
     decoder: DecoderPlan | None = None,
     files: Mapping[str, str] | None = None,
+    records: Sequence[PassRecord] = (),
 ) -> BuildReport:
     """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
-    `sides`, these graphs of it (the phases of a decoder). `files` are put beside the plan's own."""
+    `sides`, these graphs of it (the phases of a decoder), which passes that left `records` made.
+    `files` are put beside the plan's own."""
     from cache.store import Store
     from graphc.builder import Request, Side, build_plan
     from graphc.ir.text import print_graph
@@ -156,6 +158,7 @@ def build_captured(
                 tune=tuner.tune if tuner else None,
                 decoder=decoder,
                 files=files or {},
+                records=records,
             )
         )
     finally:

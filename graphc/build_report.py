@@ -67,8 +67,8 @@ def build_report(
         compile=CompileRecord(
             len(objects.units), objects.hits, objects.compiled, objects.seconds, compiler, level
         ),
-        weights_bytes=sum(w.nbytes for w in plan.weights),
-        weights=len(plan.weights),
+        weights_bytes=sum({w.offset: w.nbytes for w in plan.weights}.values()),
+        weights=len({w.offset for w in plan.weights}),
         notes=[*notes, *objects.notes],
         tuning=tuning,
     )  # fmt: skip

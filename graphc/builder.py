@@ -27,6 +27,7 @@ from graphc.lowering.index_ranges import index_ranges
 from graphc.lowering.lower import lower
 from graphc.lowering.program import Expressions, Planner, build_program
 from graphc.lowering.steps import KernelStep, Lowered
+from graphc.lowering.templates.pack import remembered
 from graphc.lowering.tuning import Candidate, Tuning
 from graphc.lowering.work import side_work
 from graphc.plan import (
@@ -89,6 +90,7 @@ class Request:
     stages: list[StageRecord] = field(default_factory=list)
     text: Callable[[Graph], str] | None = None
     tune: Tune | None = None  # measures what rules leave open; None: their defaults
+    records: Sequence[PassRecord] = ()  # of passes that made the sides' graphs
     decoder: DecoderPlan | None = None
     files: Mapping[str, Content] = field(default_factory=dict)  # further files of the plan folder
 
@@ -115,9 +117,10 @@ class _Build:
     def run(self) -> BuildReport:
         request = self.request
         sides: list[Lowered] = []
-        records: list[PassRecord] = []
-        for side in request.sides:
-            sides.append(self._side(side, sides, records))
+        records: list[PassRecord] = list(request.records)
+        with remembered():
+            for side in request.sides:
+                sides.append(self._side(side, sides, records))
         self.symbols = _symbols([side.graph for side in sides], request.captured.graph)
         planned: list[tuple[Program, Expressions]] = self._timed(
             "memory", lambda: self._programs(sides)

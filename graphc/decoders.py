@@ -8,7 +8,7 @@ sequences).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from graphc.ir.graph import Graph
 from graphc.ir.specialise import specialise
 from graphc.lowering.classify import native_operators
 from graphc.plan import DecoderPlan
-from graphc.report import BuildReport, StageRecord
+from graphc.report import BuildReport, PassRecord, StageRecord
+from graphc.rewrite import run_passes
 from graphc.shapes import Bucket, Shapes
 
 #: what a state holds while the model is traced; the plan's own sizes come afterwards
@@ -41,6 +42,8 @@ TRACED_PAGES, TRACED_SLOTS = 13, 5
 CHUNK = 2048
 BATCH = 8
 TOKENIZER = "tokenizer.json"
+#: several graphs read the weights, some of them for many rows
+NO_CODES = "coded_linear{enabled=no}"
 CAPTURES = 3  # at most, to cover all lengths of a sequence
 #: what a capture says of its range where another capture holds for the rest
 _OWN_NOTES = ("M is proven for", "the model is not proven for the whole range")
@@ -90,8 +93,18 @@ def build(
     Raises GraphcError: one of graphc.errors, with what, where and what to do.
     """
     options = options or Options()
-    pipeline(options.disable_pass, options.pass_options)
+    passes = pipeline(options.disable_pass, [NO_CODES, *options.pass_options])
     table = Shapes.load(options.shapes)
+    records: list[PassRecord] = []
+
+    def prepare(graph: Graph) -> Graph:
+        made, found = run_passes(
+            graph, passes, verify=options.verify, dump=options.dump_passes, phase="all",
+            progress=options.progress,
+        )  # fmt: skip
+        records.extend(found)
+        return made
+
     begin = time.perf_counter()
     if options.progress is not None:
         options.progress("capture", 0, 0)
@@ -100,7 +113,7 @@ def build(
         context = max(contexts(table, options.buckets, longest).values())
         most = batch or BATCH
         limits = Limits(min(chunk or CHUNK, context), most, context, sequences or most)
-        phases = capture_decoder(decoder, limits, keep=native_operators())
+        phases = capture_decoder(decoder, limits, keep=native_operators(), prepare=prepare)
         text, files, stop = _text(model, decoder)
     stages = (*options.stages, StageRecord("capture", time.perf_counter() - begin))
     name = model if isinstance(model, str) else type(model).__name__
@@ -108,6 +121,7 @@ def build(
         phases.captured, Path(output), replace(options, stages=stages), model=Path(name).name,
         source="decoder", sides=phase_sides(phases, table, options.buckets),
         decoder=structs.replace(phases.decoder, stop=stop, text=text), files=files,
+        records=records,
     )  # fmt: skip
 
 
@@ -122,8 +136,15 @@ def _text(
     return ("", {}, stop) if text is None else ("tokenizer", {TOKENIZER: text}, stop)
 
 
-def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset[str]) -> Phases:
+def capture_decoder(
+    decoder: StatefulDecoder, limits: Limits, *, keep: frozenset[str],
+    prepare: Callable[[Graph], Graph] = lambda graph: graph,
+) -> Phases:  # fmt: skip
     """Captures a decoder and makes the graphs of its phases.
+
+    Args:
+        keep: operator names that must reach the passes undecomposed.
+        prepare: what is done once to a captured graph, so that its phases share it.
 
     Raises:
         CaptureError: it cannot be traced for all lengths.
@@ -155,7 +176,7 @@ def capture_decoder(decoder: StatefulDecoder, limits: Limits, *, keep: frozenset
     one, many = {"B": 1}, {"T": 1}
     graphs: list[tuple[str, Graph]] = []
     room: list[tuple[int, int]] = []
-    for graph in (made.graph for made in captures):
+    for graph in (prepare(made.graph) for made in captures):
         for stretch in _stretches(graph, page):
             tokens, batch_range = (1, limits.chunk), (1, limits.batch)
             prefill = specialise(graph, one, {"T": tokens, "M": stretch}, sizes)

@@ -140,6 +140,22 @@ def test_matmul_broadcasts_batches(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_a_constant_for_each_batch_is_packed_at_build_time(isa: str, dtype: torch.dtype) -> None:
+    w = random(4, 33, 70, dtype=dtype)
+    for name, a in (
+        ("bmm", random(4, 1, 33, dtype=dtype)),
+        ("bmm", random(9, 4, 33, dtype=dtype).transpose(0, 1)),
+        ("matmul", random(4, 90, 33, dtype=dtype)),
+        ("matmul", random(2, 4, 5, 33, dtype=dtype)),  # batches share constants
+    ):
+        made = lower(f"aten.{name}.default", [a, Constant(w)], isa=isa)
+        assert a.dim() > 3 or len(made.steps) == 1
+        (got,) = run_rule(f"aten.{name}.default", [a, Constant(w)], isa=isa)
+        check(got, a.double() @ w.double())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_matmul_of_views(isa: str, dtype: torch.dtype) -> None:
     q = random(2, 50, 4, 16, dtype=dtype).transpose(1, 2)
     k = random(2, 37, 4, 16, dtype=dtype).transpose(1, 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from graphc.ir.types import product as product_of
 from graphc.ir.types import row_major
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv
@@ -121,6 +123,9 @@ def right_operand(
         return ctx.constant(f"{node.name}.weight", data, layout=layout), 0, ()
     b = product.b
     assert b is not None
+    packed = _packed_batches(ctx, node, product, b)
+    if packed is not None:
+        return packed
     if kind == "f32" and ctx.static(b.column) == 1 and ctx.static(b.row) != 0:
         rows = ctx.static(product.m)
         few = rows is not None and rows <= DIRECT_ROWS
@@ -149,6 +154,23 @@ def right_operand(
         label=f"{node.name}.pack",
     )
     return workspace, 0, tuple(batch)
+
+
+def _packed_batches(
+    ctx: LoweringContext, node: Any, product: Product, b: Operand
+) -> tuple[View, Dim, tuple[Dim, ...]] | None:
+    """A constant [Z, K, N], a matrix for each batch, packed at build time."""
+    weight = None if product.operands is None else ctx.weight(product.operands[1])
+    if weight is None or weight.dim() != 3 or not weight.is_contiguous():
+        return None
+    count, k, n = weight.shape
+    steps = [ctx.static(d) for d in (*product.size, *b.batch, b.row, b.column)]
+    if steps != [count, k * n, n, 1]:
+        return None
+    packed = [pack_weight(weight[i].t()) for i in range(count)]
+    layout, stride = packed[0][1], packed[0][0].numel()
+    data = torch.stack([matrix for matrix, _ in packed])
+    return ctx.constant(f"{node.name}.weight", data, layout=layout), 0, (stride,)
 
 
 def emit_simple(ctx: LoweringContext, node: Any, product: Product) -> None:

@@ -170,9 +170,7 @@ def capture_decoder(
     for position, value in enumerate(captured.graph.states):
         spec = kinds[value.name]
         (rows if spec.kind == "rows" else fixed).append(position)
-        sizes[value.name] = (pages, page, *spec.shape) if spec.kind == "rows" else (
-            slots, *spec.shape
-        )  # fmt: skip
+        sizes[value.name] = spec.content(pages=pages, page=page, slots=slots)
     one, many = {"B": 1}, {"T": 1}
     graphs: list[tuple[str, Graph]] = []
     room: list[tuple[int, int]] = []

@@ -19,7 +19,14 @@ from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import Dim, as_dim, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import operand, packet_of
-from passes.fusion.paged_rows import Rows, base_of, heads_of_rows, laid_out, read_rows
+from passes.fusion.paged_rows import (
+    Rows,
+    base_of,
+    heads_of_rows,
+    laid_out,
+    read_rows,
+    row_width,
+)
 
 aten = torch.ops.aten
 
@@ -70,7 +77,7 @@ class _Absorbed(Rule[_Found]):
         if refusal is None and rope is not None:
             rope_width = int(rope.type.shape[3])
             refusal = _other_rope(rope, rows, rope_width)
-        if refusal is None and not same(rows.pages.type.shape[2], rows.width + rope_width):
+        if refusal is None and not same(row_width(rows.pages), rows.width + rope_width):
             refusal = "rows hold more than latent and rope"
         if refusal is not None:
             yield Refused(refusal)

@@ -33,6 +33,12 @@ class Rows:
     width: int
 
 
+def row_width(pages: Value) -> Dim:
+    """Numbers in a row of pages [N, P, W], or [N, G, P, D] whose parts lie apart."""
+    shape = pages.type.shape
+    return shape[2] if len(shape) == 3 else as_dim(shape[1] * shape[3])
+
+
 def base_of(value: Any) -> Any:
     """The value that a chain of whole views looks at."""
     while isinstance(value, Value) and packet_of(value) in _WHOLE:

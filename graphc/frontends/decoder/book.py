@@ -20,12 +20,19 @@ from graphc.errors import InternalError
 
 @dataclass(frozen=True)
 class StateSpec:
-    """kind "rows": a page has shape [rows, *shape]; "slots": a slot has the shape itself."""
+    """kind "rows": rows of `shape`, which lie apart by part in a page where the shape has two
+    dimensions (parts, width); "slots": one entry of `shape` for each sequence."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def content(self, *, pages: int, page: int, slots: int) -> tuple[int, ...]:
+        """The shape of the whole state."""
+        if self.kind == "slots":
+            return (slots, *self.shape)
+        return (pages, *self.shape[:-1], page, self.shape[-1])
 
     @property
     def buffer(self) -> str:
@@ -67,14 +74,20 @@ class Book:
         """Rows that the tables have room for."""
         return self.table.shape[1] * self.page
 
-    def append(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The pages with new rows [B, T, Wi], side by side, behind those of each sequence."""
+    def append(self, name: str, parts: Sequence[torch.Tensor], apart: int = 0) -> torch.Tensor:
+        """The pages with new rows [B, T, Wi], side by side, behind those of each sequence.
+
+        apart: so many equal parts of a row (heads) lie apart in a page.
+        """
         given = [part for part in parts if part.shape[-1]]
         width = sum(int(part.shape[-1]) for part in given)
-        self._declare(StateSpec(name, "rows", (width,), given[0].dtype))
+        shape = (apart, width // apart) if apart else (width,)
+        spec = StateSpec(name, "rows", shape, given[0].dtype)
+        self._declare(spec)
         if self.contents is None:
             pages = int(self.table.max()) + 1
-            before = torch.zeros(pages, self.page, width, dtype=given[0].dtype)
+            whole = spec.content(pages=pages, page=self.page, slots=0)
+            before = torch.zeros(whole, dtype=given[0].dtype)
         else:
             before = self.contents[name]
         made: torch.Tensor = torch.ops.graphc.append_pages(before, given, self.table, self.start)

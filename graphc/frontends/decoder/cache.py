@@ -28,7 +28,10 @@ class PagedCache(Cache):
         """Appends [B, H, T, D]; gives all keys and values [B, H, S, D] of each sequence."""
         name = f"layers.{layer_idx}.rows"
         parts = [_rows(key_states), _rows(value_states)]
-        self.book.append(name, parts)
+        heads, width = key_states.shape[1], key_states.shape[3]
+        alike = (heads, width) == (value_states.shape[1], value_states.shape[3])
+        # one head's keys together: attention over few queries reads them one head after the other
+        self.book.append(name, parts, apart=2 * int(heads) if alike and heads > 1 else 0)
         found: list[torch.Tensor] = []
         offset = 0
         for part, states in zip(parts, (key_states, value_states), strict=True):

@@ -45,8 +45,8 @@ class StatefulDecoder(torch.nn.Module):
         self._forward, self._every = forward, every
         self.specs: tuple[StateSpec, ...] = tuple(self._found().values())
         for spec in self.specs:
-            count = (pages, page) if spec.kind == "rows" else (slots,)
-            content = torch.zeros(*count, *spec.shape, dtype=spec.dtype)
+            shape = spec.content(pages=pages, page=page, slots=slots)
+            content = torch.zeros(shape, dtype=spec.dtype)
             self.register_buffer(spec.buffer, content)
 
     def _found(self) -> dict[str, StateSpec]:

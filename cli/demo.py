@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from cli.generate import print_rates, stream
 from cli.inspect import show
 from cli.options import BuildOptions
 from cli.plans import PlanFolder
 from cli.render import print_build
-from cli.run import execute, print_run
+
+PROMPT = "def main(argv=None):\n    "
 
 
 @click.command()
@@ -24,22 +26,18 @@ from cli.run import execute, print_run
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads of the executor [all cores].")
 def demo(output: Path, threads: int | None) -> None:
-    """Build, run and inspect the built-in model.
+    """Build, run and inspect the built-in language model: a small hybrid of linear and sparse
+    attention over bytes.
 
     The second time every kernel comes from the cache and nothing is compiled.
     """
-    heading(f"graphc build demo -o {output}")
-    report = BuildOptions().build("demo", output)
+    heading(f"graphc build demo --generate -o {output}")
+    report = BuildOptions().build_decoder("demo", output)
     print_build(report, output)
 
-    values = "ids=randint:0:1024:1x128"
-    heading(f"graphc run {output} --input {values} --iters 20")
-    result = execute(output, (values,), threads=threads, iters=20, warmup=3)
-    result["outputs"] = {
-        name: {"dtype": array.dtype.name, "shape": list(array.shape)}
-        for name, array in result["outputs"].items()
-    }
-    print_run(result, report.compile, [])
+    heading(f"graphc generate {output} --prompt {PROMPT!r} --max-new-tokens 160")
+    click.echo(PROMPT, nl=False)
+    print_rates(stream(output, PROMPT, max_new_tokens=160, threads=threads))
 
     folder = PlanFolder.open(output)
     for view in ("summary", "passes", "memory"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from cli.options import BuildOptions, build_options, decoder_options
 from cli.plans import is_plan, plan_place
 from cli.render import duration, print_json
 from graphc.errors import UsageError
+
+if TYPE_CHECKING:
+    from graphc.runtime.sampling import Sampler
 
 
 @click.command()
@@ -47,9 +50,6 @@ def generate(
     PLAN_OR_MODEL is a plan that `graphc build --generate` made, or a model, which is built into
     the cache folder first. The text goes to stdout as it comes; tokens per second go to stderr.
     """
-    from graphc.runtime.decoder import load
-    from graphc.runtime.generation import Timing
-    from graphc.runtime.generation import generate as following
     from graphc.runtime.sampling import Sampler
 
     if (prompt is None) == (ids is None):
@@ -61,47 +61,73 @@ def generate(
         folder = plan_place(target, ("generate", build, chunk, batch))
         folder.parent.mkdir(parents=True, exist_ok=True)
         build.build_decoder(target, folder, chunk=chunk, batch=batch, quiet=as_json)
-    decoder = load(folder, threads=threads)
-    from cli.tokens import Tokens
+    given = prompt if prompt is not None else read_ids(ids or "")
+    result = stream(
+        folder, given, max_new_tokens=max_new_tokens, sampler=sampler, threads=threads,
+        quiet=as_json,
+    )  # fmt: skip
+    if as_json:
+        print_json(result)
+    else:
+        print_rates(result)
 
+
+def stream(
+    folder: Path,
+    prompt: str | list[int],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    threads: int | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Continues a prompt with a plan, printing text as it comes unless `quiet`; gives what
+    `--json` prints."""
+    from cli.tokens import Tokens
+    from graphc.runtime.decoder import load
+    from graphc.runtime.generation import Timing
+    from graphc.runtime.generation import generate as following
+
+    decoder = load(folder, threads=threads)
     tokens = Tokens(folder, decoder.facts)
-    given = tokens.encode(prompt) if prompt is not None else read_ids(ids or "")
+    given = tokens.encode(prompt) if isinstance(prompt, str) else prompt
     timing, made = Timing(), list[int]()
-    text, said = tokens.stream(), ""
-    first_token = 0.0
+    text, said, first_token = tokens.stream(), "", 0.0
+    stop = frozenset(decoder.facts.stop)
     with decoder.sequence() as sequence:
         for token in following(
-            sequence, given, max_new_tokens=max_new_tokens, sampler=sampler,
-            stop=frozenset(decoder.facts.stop), timing=timing,
+            sequence, given, max_new_tokens=max_new_tokens, sampler=sampler, stop=stop,
+            timing=timing,
         ):  # fmt: skip
             first_token = first_token or since_process_start()
             made.append(token)
-            if token not in decoder.facts.stop:
+            if token not in stop:
                 said += (piece := text(token))
-                if not as_json:
+                if not quiet:
                     click.echo(piece, nl=False)
-    if as_json:
-        print_json(
-            {
-                "plan": str(folder),
-                "prompt": given,
-                "tokens": made,
-                "text": said if decoder.facts.text else None,
-                "first_token_s": first_token,
-                "prefill_s": timing.prefill_seconds,
-                "prefill_tokens_per_s": timing.prefill_rate,
-                "decode_s": timing.decode_seconds,
-                "decode_tokens_per_s": timing.decode_rate,
-                "threads": decoder.session.threads,
-                "peak_memory": peak_memory(),
-            }
-        )
-        return
-    click.echo()
+    if not quiet:
+        click.echo()
+    return {
+        "plan": str(folder),
+        "prompt": given,
+        "tokens": made,
+        "text": said if decoder.facts.text else None,
+        "first_token_s": first_token,
+        "prefill_s": timing.prefill_seconds,
+        "prefill_tokens_per_s": timing.prefill_rate,
+        "decode_s": timing.decode_seconds,
+        "decode_tokens_per_s": timing.decode_rate,
+        "threads": decoder.session.threads,
+        "peak_memory": peak_memory(),
+    }
+
+
+def print_rates(result: dict[str, Any]) -> None:
+    """Tokens per second, on stderr: stdout has the text."""
     click.echo(
-        f"prompt {timing.prompt_tokens} tokens, {timing.prefill_rate:.0f}/s; new "
-        f"{timing.new_tokens}, {timing.decode_rate:.1f}/s; first token "
-        f"{duration(first_token)} after process start",
+        f"prompt {len(result['prompt'])} tokens, {result['prefill_tokens_per_s']:.0f}/s; new "
+        f"{len(result['tokens'])}, {result['decode_tokens_per_s']:.1f}/s; first token "
+        f"{duration(result['first_token_s'])} after process start",
         err=True,
     )
 

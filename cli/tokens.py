@@ -19,7 +19,7 @@ class Tokens:
     """
 
     def __init__(self, folder: Path, facts: DecoderPlan) -> None:
-        self._kind = facts.text
+        self._kind, self._begin = facts.text, facts.begin
         self._known: Any = None
         if self._kind == "tokenizer":
             try:
@@ -34,7 +34,7 @@ class Tokens:
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
         if self._kind == "bytes":
-            return list(text.encode())
+            return [*self._begin, *text.encode()]
         if self._known is None:
             raise UsageError(
                 "expected tokens, found a text: this plan has no tokenizer",

@@ -105,7 +105,7 @@ def build(
         records.extend(found)
         return made
 
-    begin = time.perf_counter()
+    clock = time.perf_counter()
     if options.progress is not None:
         options.progress("capture", 0, 0)
     with opened_decoder(model, dtype=dtype, pages=TRACED_PAGES, slots=TRACED_SLOTS) as found:
@@ -114,26 +114,25 @@ def build(
         most = batch or BATCH
         limits = Limits(min(chunk or CHUNK, context), most, context, sequences or most)
         phases = capture_decoder(decoder, limits, keep=native_operators(), prepare=prepare)
-        text, files, stop = _text(model, decoder)
-    stages = (*options.stages, StageRecord("capture", time.perf_counter() - begin))
+        text, files = _text(model, decoder)
+        stop, begin = list(decoder.stop), list(decoder.begin)
+    stages = (*options.stages, StageRecord("capture", time.perf_counter() - clock))
     name = model if isinstance(model, str) else type(model).__name__
     return build_captured(
         phases.captured, Path(output), replace(options, stages=stages), model=Path(name).name,
         source="decoder", sides=phase_sides(phases, table, options.buckets),
-        decoder=structs.replace(phases.decoder, stop=stop, text=text), files=files,
+        decoder=structs.replace(phases.decoder, stop=stop, begin=begin, text=text),
+        files=files,
         records=records,
     )  # fmt: skip
 
 
-def _text(
-    model: str | torch.nn.Module, decoder: StatefulDecoder
-) -> tuple[str, dict[str, str], list[int]]:
-    """How text becomes tokens, the files that takes, and the tokens that end a text."""
-    stop = list(decoder.stop)
+def _text(model: str | torch.nn.Module, decoder: StatefulDecoder) -> tuple[str, dict[str, str]]:
+    """How text becomes tokens, and the files that takes."""
     if decoder.bytes_are_tokens:
-        return "bytes", {}, stop
+        return "bytes", {}
     text = tokenizer_text(Path(model)) if isinstance(model, str) else None
-    return ("", {}, stop) if text is None else ("tokenizer", {TOKENIZER: text}, stop)
+    return ("", {}) if text is None else ("tokenizer", {TOKENIZER: text})
 
 
 def capture_decoder(

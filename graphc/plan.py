@@ -190,8 +190,9 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     one entry for each of `slots` sequences, as indices into `Plan.states`. `chunk` is the longest
     piece of a prompt that one run takes, `batch` the most sequences of a decode, `context` the most
     tokens of a sequence. `columns` are the ranges of table widths that programs take. `stop` are
-    the tokens that end a text; `text` says how text becomes tokens: "bytes" (a token is a byte),
-    "tokenizer" (tokenizer.json of the plan), "" (unknown).
+    the tokens that end a text, `begin` those that stand in front of one; `text` says how text
+    becomes tokens: "bytes" (a token is a byte), "tokenizer" (tokenizer.json of the plan), ""
+    (unknown).
     """
 
     page: int
@@ -204,6 +205,7 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     fixed: list[int]
     columns: list[tuple[int, int]] = []
     stop: list[int] = []
+    begin: list[int] = []
     text: str = ""
 
 

@@ -1,5 +1,6 @@
 """From what the user names to a decoder with state.
 
+demo                           the embedded hybrid (`graphc.models.embedded`)
 a folder with config.json      a causal language model of transformers
 x.gguf                         the same, through transformers' loader
 pkg.mod:factory, file.py:...   a factory that returns a StatefulDecoder, or a causal language
@@ -18,10 +19,12 @@ import torch
 from graphc.errors import UsageError
 from graphc.frontends.decoder.stateful import StatefulDecoder, transformers_decoder
 
-#: a vocabulary of the 256 bytes and a few tokens that mark begin and end
+#: a vocabulary of the 256 bytes and a few tokens more, the first of which begins a text
 BYTES = 272
+BEGIN = 256
 FORMS = (
-    "a decoder is a checkpoint folder, a .gguf file or a factory (pkg.mod:factory, file.py:factory)"
+    "a decoder is demo, a checkpoint folder, a .gguf file or a factory (pkg.mod:factory, "
+    "file.py:factory)"
 )
 
 
@@ -45,7 +48,9 @@ def opened_decoder(
         from graphc.frontends.decoder import hybrid
 
         with hybrid.substituted():
-            options = {"bytes_are_tokens": found.config.vocab_size <= BYTES}
+            options: dict[str, Any] = {}
+            if 256 < found.config.vocab_size <= BYTES:
+                options = {"bytes_are_tokens": True, "begin": [BEGIN], "stop": [BEGIN]}
             yield hybrid.hybrid_decoder(found, pages=pages, slots=slots, **options).eval(), longest
         return
     from graphc.frontends.decoder.families import substituted
@@ -57,11 +62,14 @@ def opened_decoder(
 
 def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
     from graphc.frontends.huggingface import LONGEST, load_gguf, load_model, longest
+    from graphc.models import embedded
     from graphc.models.hybrid import Hybrid
 
     module: Any
     if isinstance(model, torch.nn.Module):
         module = model
+    elif model == "demo":
+        module = embedded.load()
     elif Path(model).is_dir():
         module, _ = load_model(Path(model), dtype)
     elif Path(model).suffix == ".gguf":

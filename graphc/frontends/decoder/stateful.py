@@ -29,19 +29,20 @@ class StatefulDecoder(torch.nn.Module):
         model: the module that holds the weights.
         forward: runs it on a book.
         pages, slots: how many the states have room for; one page is never handed out.
-        stop: tokens that end a text.
+        stop, begin: tokens that end a text, and that stand in front of one.
         bytes_are_tokens: token i is the byte i.
     """
 
     def __init__(
         self, model: torch.nn.Module, forward: Forward, *, pages: int, slots: int,
         page: int = PAGE, every: bool = False, stop: Sequence[int] = (),
-        bytes_are_tokens: bool = False,
+        begin: Sequence[int] = (), bytes_are_tokens: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
         self.page = page
-        self.stop, self.bytes_are_tokens = tuple(stop), bytes_are_tokens
+        self.stop, self.begin = tuple(stop), tuple(begin)
+        self.bytes_are_tokens = bytes_are_tokens
         self._forward, self._every = forward, every
         self.specs: tuple[StateSpec, ...] = tuple(self._found().values())
         for spec in self.specs:

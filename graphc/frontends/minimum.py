@@ -12,6 +12,7 @@ import copy
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,14 @@ def lower_minimum(
     return replace(graph, symbols=symbols), notes
 
 
+def _apart(module: Any) -> Any:
+    """The module with states of its own; weights, which nothing changes, are not copied."""
+    shared: dict[int, Any] = {id(weight): weight for weight in module.parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own tree specs warn when they are copied
+        return copy.deepcopy(module, shared)
+
+
 def example_lengths(graph: Graph, tensors: list[torch.Tensor]) -> dict[sympy.Expr, int]:
     """The value of each symbol in the example inputs."""
     found: dict[sympy.Expr, int] = {}
@@ -128,9 +137,10 @@ class _Probe:
             calls = [self._inputs(values) for _ in range(2)]
         except ValueError:
             return False
-        module, traced = self.module, self.traced
+        module: Any = self.module
+        traced: Any = self.traced
         if self.graph.states:  # a run would change them
-            module, traced = copy.deepcopy(module), copy.deepcopy(traced)
+            module, traced = _apart(module), _apart(traced)
         try:
             with torch.no_grad():
                 expected = module(*calls[0][0], **calls[0][1])

@@ -211,7 +211,11 @@ def _captures(
 def _stretches(graph: Graph, page: int) -> list[tuple[int, int]]:
     """Ranges of the pages of a sequence within which the choice of keys is of one kind: up to
     top-k tokens all are chosen, beyond it the best."""
-    cuts = {int(n.argument("count")) // page for n in graph.nodes if "indexer" in n.target}
+    cuts: set[int] = set()
+    for node in graph.nodes:
+        if "indexer" in node.target:
+            tokens = int(node.argument("pool")) if "pooled" in node.target else 1
+            cuts.add(int(node.argument("count")) * tokens // page)
     for dim in (d for n in graph.nodes for v in n.outputs for d in getattr(v.type, "shape", ())):
         if not isinstance(dim, int):
             for least in dim.atoms(Min):

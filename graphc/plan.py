@@ -186,13 +186,13 @@ class Machine(msgspec.Struct, frozen=True):
 class DecoderPlan(msgspec.Struct, frozen=True):
     """How sequences live in a plan's states.
 
-    `rows` are the states of pages [pages, page, W] (page 0 is never handed out), `fixed` those with
-    one entry for each of `slots` sequences, as indices into `Plan.states`. `chunk` is the longest
-    piece of a prompt that one run takes, `batch` the most sequences of a decode, `context` the most
-    tokens of a sequence. `columns` are the ranges of table widths that programs take. `stop` are
-    the tokens that end a text, `begin` those that stand in front of one; `text` says how text
-    becomes tokens: "bytes" (a token is a byte), "tokenizer" (tokenizer.json of the plan), ""
-    (unknown).
+    `rows` are the states of pages [pages, page, W] (page 0 is never handed out; fewer rows a page
+    where one stands for several tokens), `fixed` those with one entry for each of `slots`
+    sequences, as indices into `Plan.states`. `chunk` is the longest piece of a prompt that one run
+    takes, `batch` the most sequences of a decode, `context` the most tokens of a sequence.
+    `columns` are the ranges of table widths that programs take. `stop` are the tokens that end a
+    text, `begin` those that stand in front of one; `text` says how text becomes tokens: "bytes"
+    (a token is a byte), "tokenizer" (tokenizer.json of the plan), "" (unknown).
     """
 
     page: int

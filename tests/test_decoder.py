@@ -20,7 +20,7 @@ from graphc.runtime.decoder import Decoder, load
 from graphc.runtime.pages import PagePool
 from tests.tiny_decoders import make
 
-FAMILIES = ("qwen3", "kimi_linear", "deepseek_v32", "hybrid")
+FAMILIES = ("qwen3", "kimi_linear", "deepseek_v32", "glm5_next", "hybrid")
 CONTEXT = 512
 
 

@@ -13,6 +13,9 @@ import torch
 
 from graphc.api import pipeline
 from graphc.decoders import Limits, Phases, capture_decoder
+from graphc.errors import UnsupportedError
+from graphc.frontends.decoder import hooks
+from graphc.frontends.decoder.families import substituted
 from graphc.frontends.decoder.resolve import opened_decoder
 from graphc.ir.graph import Graph
 from graphc.ir.run import run
@@ -102,7 +105,7 @@ def test_prefill_in_pieces_and_decode_in_batches(family: str) -> None:
         assert relative(made, torch.stack(wanted)) < 2e-6
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "glm5_next"])
 def test_chosen_keys_do_not_depend_on_pieces(family: str) -> None:
     """Beyond top-k: one piece, random pieces and token by token give the same results."""
     ids = tokens()[:1, :60]
@@ -136,3 +139,52 @@ def test_bf16_states_have_the_dtype_of_what_is_kept() -> None:
         kinds = {spec.name: spec.dtype for spec in decoder.specs}
     assert kinds["layers.3.rows"] == kinds["layers.0.conv"] == torch.bfloat16
     assert kinds["layers.0.recurrent"] == torch.float32
+
+
+def test_pools_keep_one_row() -> None:
+    with opened_decoder(make("glm5_next"), dtype=None, pages=13, slots=5) as (decoder, _):
+        shapes = {spec.name: decoder.get_buffer(spec.buffer).shape for spec in decoder.specs}
+    assert shapes["layers.1.indexer.pooled"] == (13, 16, 32)
+    assert shapes["layers.1.indexer.ring"] == (5, 4, 64)
+    assert "layers.2.indexer.pooled" not in shapes  # it shares what layer 1 chooses
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [("index_kpool", 5, "a page has 64"), ("index_kpool_always_select_tail", False, "leaves out")],
+)
+def test_pools_that_are_refused(name: str, value: Any, why: str) -> None:
+    model = make("glm5_next")
+    indexer = model.model.language_model.layers[1].self_attn.indexer
+    setattr(indexer, name, value)
+    indexer.index_kpool_compress_ape = torch.nn.Parameter(torch.zeros(indexer.index_kpool, 32))
+    with (
+        pytest.raises(UnsupportedError, match=why),
+        opened_decoder(model, dtype=None, pages=13, slots=5),
+    ):
+        pass
+
+
+def test_names_are_given_back() -> None:
+    import transformers.models.glm5_next.modeling_glm5_next as family
+
+    before = family.Glm5NextTextIndexer.forward, family.Glm5NextTextExperts.forward
+    with substituted(make("glm5_next")):
+        assert family.Glm5NextTextIndexer.forward is not before[0]
+    assert (family.Glm5NextTextIndexer.forward, family.Glm5NextTextExperts.forward) == before
+
+
+def test_experts_with_a_gate_of_their_own_are_not_taken_for_plain_ones() -> None:
+    from transformers.models.deepseek_v4 import configuration_deepseek_v4, modeling_deepseek_v4
+
+    config = configuration_deepseek_v4.DeepseekV4Config(
+        hidden_size=32, moe_intermediate_size=16, n_routed_experts=4, swiglu_limit=0.1
+    )
+    experts = modeling_deepseek_v4.DeepseekV4Experts(config).eval()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x, index, weight = torch.randn(6, 32), torch.arange(12).reshape(6, 2) % 4, torch.rand(6, 2)
+    config._experts_implementation = "eager"
+    with torch.no_grad():
+        wanted = experts(x, index, weight)
+        assert relative(hooks.experts(experts, x, index, weight), wanted) < 1e-5

@@ -160,6 +160,24 @@ def test_situ() -> None:
     torch.testing.assert_close(made, expected[:, None].expand(2, 2))
 
 
+def test_limits(isa: str) -> None:
+    """The gate from above only, the other factor on both sides; NaN stays."""
+    rows = [[-9.0, 9.0], [9.0, -9.0], [0.5, 1.5], [torch.nan, 1.0], [1.0, torch.nan]]
+    x, one = torch.tensor(rows), torch.ones(5, 1)
+    arguments = [x, torch.zeros(5, 1, dtype=torch.int64), one, Constant(torch.eye(2)[None]),
+                 Constant(torch.ones(1, 2, 1))]  # fmt: skip
+    (ours,) = run_rule(EXPERTS, arguments, {"limit": 2.0}, isa=isa)
+    silu = torch.nn.functional.silu
+    wanted = silu(torch.tensor([-9.0, 2.0, 0.5])) * torch.tensor([2.0, -2.0, 1.5])
+    torch.testing.assert_close(ours[:3], wanted[:, None].expand(3, 2))
+    assert ours[3:].isnan().all()
+    index, weight = routed(300, 2, 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(300, 32).to(dtype) * 3
+        arguments = [x, index, weight, *weights(4, 32, 40, dtype)]
+        accurate(isa, EXPERTS, arguments, limit=1.2)
+
+
 def test_experts_followers(isa: str) -> None:
     """The sum takes elementwise work behind it."""
     index, weight = routed(5, 2, 4)
@@ -175,6 +193,7 @@ def test_experts_refusals() -> None:
     refused(EXPERTS, [x, index, weight, *map(plain, made)])
     refused(EXPERTS, [x, index, weight.double(), *made])
     refused(EXPERTS, [x, index, weight, *made], gate_cap=-1.0)
+    refused(EXPERTS, [x, index, weight, *made], limit=0.0)
     wide = [Constant(c.tensor.double()) for c in made]
     refused(EXPERTS, [x.double(), index, weight, *wide])
 

@@ -23,6 +23,7 @@ _SPARSE = {
     "index_head_dim": 32, "index_n_heads": 4,
 }  # fmt: skip
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 32}
+_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**_GROUPED, "num_hidden_layers": 2}),
     "qwen3": ("Qwen3ForCausalLM", {**_GROUPED, "num_hidden_layers": 2}),
@@ -47,6 +48,14 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         **_LATENT, **_MOE, **_SPARSE, "num_hidden_layers": 4, "n_group": 1, "topk_group": 1,
         "indexer_types": ["full", "full", "shared", "full"],
     }),
+    "glm5_next": ("Glm5NextForConditionalGeneration", {
+        **_LATENT, **_MOE, "qk_rope_head_dim": 0, "num_hidden_layers": 4, "q_lora_rank": 64,
+        "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "index_topk": 16, "index_kpool": 4,
+        "index_head_dim": 32, "index_n_heads": 4, "linear_head_dim": 32, "linear_num_heads": 4,
+        "hc_mult": 2, "hc_sinkhorn_iters": 3, "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+    }),
 }  # fmt: skip
 FAMILIES = tuple(_CONFIGS)
 
@@ -57,6 +66,12 @@ def make(family: str) -> Any:
 
     name, fields = _CONFIGS[family]
     cls = getattr(transformers, name)
-    config = cls.config_class(**_COMMON, **fields)
+    fields = {**_COMMON, **fields}
+    if "vision_config" in cls.config_class.sub_configs:
+        fields = {"text_config": fields, "vision_config": _VISION}
     torch.manual_seed(0)
-    return cls(config).eval()
+    model = cls(cls.config_class(**fields)).eval()
+    for place, parameter in model.named_parameters():
+        if "kpool_compress" in place:  # initialised to what hides how tokens are told apart
+            torch.nn.init.normal_(parameter)
+    return model

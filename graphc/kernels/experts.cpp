@@ -8,7 +8,7 @@
 //   A panel holds 16 columns of the gate and the same 16 of up.
 //   ptr: x [T, D], panels, order, blocks, hidden [pairs, I].
 //   imm: range, panels, D, I, row stride of x, K, elements of an expert's weight,
-//        caps of the gate and of up (bits of float; 0: none).
+//        caps of the gate and of up, limit of both (bits of float; 0: none).
 //   scratch: GC_GEMM_ROWS rows of x, rounded up to 64 bytes, then that of a product of depth D.
 // gc_experts_down_*  parts[order[p]] = down hidden[p].
 //   ptr: hidden, panels, order, blocks, parts [T * K, D].
@@ -58,13 +58,14 @@ gc_gemm product_of(int64_t n, int64_t k) {
   return g;
 }
 
-// ptr: hidden of the block; imm: I, caps.
+// ptr: hidden of the block; imm: I, caps, limit.
 template <class T>
 void store_gated(const gc_args* args, const float* acc, int64_t ld, int64_t, int64_t m0, int64_t mr,
                  int64_t n0, int64_t nr) {
   const int64_t width = args->imm[0];
   const float gate_cap = bits_to_f32((uint32_t)args->imm[1]),
-              up_cap = bits_to_f32((uint32_t)args->imm[2]);
+              up_cap = bits_to_f32((uint32_t)args->imm[2]),
+              limit = args->imm[3] ? bits_to_f32((uint32_t)args->imm[3]) : INFINITY;
   T* out = (T*)args->ptr[0] + m0 * width;
   for (int64_t r = 0; r < mr; ++r, out += width, acc += ld) {
     for (int64_t n = 0; n < nr; n += GC_NR) {
@@ -72,7 +73,8 @@ void store_gated(const gc_args* args, const float* acc, int64_t ld, int64_t, int
       const float* const gate = acc + n;
       sweep<1>(0, width - column < HALF ? width - column : HALF,
                [&](int64_t i, auto w, auto) __attribute__((always_inline)) {
-        const vf g = load<vf>(gate + i), u = load<vf>(gate + HALF + i);
+        const vf g = vmin(load<vf>(gate + i), limit);
+        const vf u = vmax(vmin(load<vf>(gate + HALF + i), limit), -limit);
         vstore(out + column + i, capped(g, gate_cap) * GC_GATE(g) * capped(u, up_cap), w);
       });
     }
@@ -117,7 +119,7 @@ void gate(const gc_args* args, gc_gemm_function run, int64_t begin, int64_t end)
       g.a_m = depth;
     }
     void* const pointers[1] = {(T*)args->ptr[4] + block[1] * args->imm[3]};
-    const int64_t numbers[3] = {args->imm[3], args->imm[7], args->imm[8]};
+    const int64_t numbers[4] = {args->imm[3], args->imm[7], args->imm[8], args->imm[9]};
     const gc_args inner = {pointers, numbers, scratch};
     run(&g, &inner, store_gated<T>, first, last);
   });

@@ -2,6 +2,8 @@
 //
 //   I[t, s] = sum_h weights[t, h] * relu(query[t, h] . key[s])        s <= start + t
 //
+// or, where a key stands for a pool of P tokens, s < (start + t + 1) / P.
+//
 // Three vectors of keys at a time are packed into a panel that stays in the first level, and scored for
 // all queries of the block. A tile is the dot products of up to eight heads with the keys of a panel,
 // in registers, which are rectified, weighted and added to the scores there: keys are lanes, so
@@ -25,6 +27,7 @@
 struct gc_indexer_shape {
   int64_t queries, heads, d, count, chunks, block;
   int64_t starts;  // 0: every sequence begins at position 0
+  int64_t pool;    // tokens of a key
   int64_t q_b, q_t, q_h, w_b, w_t, w_h;
   int64_t weight_type;  // 1 fp32, 2 bf16, 3 fp16
   gc_row_source keys;
@@ -208,10 +211,10 @@ template <class T, class A> struct Indexer {
 
   // Queries t0 .. t0 + rows of sequence b, chunk `chunk` of their keys.
   void run(int64_t b, int64_t chunk, int64_t t0, int64_t rows) {
-    const int64_t longest = rows_seen(start(), b, t0 + rows - 1, s->keys.capacity);
+    const int64_t longest = rows_seen(start(), b, t0 + rows - 1, s->keys.capacity, s->pool);
     int64_t first = 0;  // queries before it see no more keys than are wanted: they need no scores
     for (; first < rows; first++) {
-      const int64_t seen = rows_seen(start(), b, t0 + first, s->keys.capacity);
+      const int64_t seen = rows_seen(start(), b, t0 + first, s->keys.capacity, s->pool);
       if (seen > s->count) break;
       if (chunk == 0) put_all(row(b, t0 + first), seen, s->count);
     }
@@ -224,7 +227,9 @@ template <class T, class A> struct Indexer {
       best[i].start(s->count, candidates + i * 2 * best_room(s->count));
       load_query(i, b, t0 + i);
     }
-    const auto seen = [&](int64_t i) { return rows_seen(start(), b, t0 + i, s->keys.capacity); };
+    const auto seen = [&](int64_t i) {
+      return rows_seen(start(), b, t0 + i, s->keys.capacity, s->pool);
+    };
     for (int64_t k = begin; k < end; k += BEST_BLOCK) {
       const int64_t n = min64(BEST_BLOCK, end - k);
       score_block(b, k, n, first, rows, seen);
@@ -278,7 +283,8 @@ static void merge_rows(const gc_args* args, int64_t begin, int64_t end) {
   if (s->chunks == 1) return;
   const int32_t* start = s->starts ? (const int32_t*)args->ptr[4] : nullptr;
   for (int64_t i = begin; i < end; i++) {
-    if (rows_seen(start, i / s->queries, i % s->queries, s->keys.capacity) <= s->count) continue;
+    const int64_t b = i / s->queries, t = i % s->queries;
+    if (rows_seen(start, b, t, s->keys.capacity, s->pool) <= s->count) continue;
     BestPositions best;
     best.start(s->count, (int32_t*)args->scratch);
     const int32_t* p = (const int32_t*)args->ptr[6] + i * s->chunks * record_size(s->count);

@@ -35,9 +35,10 @@ template <class T> struct RowSource {
   }
 };
 
-// How many rows a query at `start + t` sees.
-static inline int64_t rows_seen(const int32_t* start, int64_t b, int64_t t, int64_t capacity) {
-  const int64_t seen = (start ? start[b] : 0) + t + 1;
+// How many rows a query at `start + t` sees, where a row stands for `tokens` whole tokens.
+static inline int64_t rows_seen(const int32_t* start, int64_t b, int64_t t, int64_t capacity,
+                                int64_t tokens = 1) {
+  const int64_t seen = ((start ? start[b] : 0) + t + 1) / tokens;
   return seen < 0 ? 0 : seen < capacity ? seen : capacity;
 }
 

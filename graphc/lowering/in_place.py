@@ -29,6 +29,7 @@ PARTIAL: dict[str, int] = {
             "aten.index_put.default", "aten._unsafe_index_put.default", "aten.scatter.src",
             "aten.scatter.value", "aten.scatter_add.default", "aten.slice_scatter.default",
             "aten.select_scatter.default", "graphc.append_pages.default",
+            "graphc.append_ring.default", "graphc.pool_keys.default",
         ),
         0,
     ),

@@ -8,6 +8,7 @@ from graphc.ops.experts import experts
 from graphc.ops.integer_linear import integer_linear
 from graphc.ops.lightning_indexer import lightning_indexer, paged_lightning_indexer
 from graphc.ops.pages import append_pages, read_pages
+from graphc.ops.pooled_indexer import append_ring, pool_keys, pooled_indexer
 from graphc.ops.recurrent import gru, lstm
 from graphc.ops.residual_mix import residual_mix
 from graphc.ops.route import route
@@ -15,8 +16,9 @@ from graphc.ops.short_convolution import short_convolution
 from graphc.ops.sparse_attention import latent_attention, sparse_attention
 
 __all__ = [
-    "append_pages", "attention", "cached_attention", "coded_linear", "delta_rule", "experts", "gru",
-    "integer_linear", "latent_attention", "lightning_indexer", "lstm", "paged_attention",
-    "paged_lightning_indexer", "position_mask", "read_pages", "residual_mix", "route",
-    "short_convolution", "sparse_attention",
+    "append_pages", "append_ring", "attention", "cached_attention", "coded_linear",
+    "delta_rule", "experts", "gru", "integer_linear", "latent_attention", "lightning_indexer",
+    "lstm", "paged_attention", "paged_lightning_indexer", "pool_keys", "pooled_indexer",
+    "position_mask", "read_pages", "residual_mix", "route", "short_convolution",
+    "sparse_attention",
 ]  # fmt: skip

@@ -25,20 +25,20 @@ ACTIVATIONS: dict[str, tuple[_Map, _Map]] = {
 def _meta(
     x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor,
     down: torch.Tensor, activation: str = "silu", gate_cap: float | None = None,
-    up_cap: float | None = None,
+    up_cap: float | None = None, limit: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty(x.shape)
 
 
 @define(
     "experts(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, "
-    'str activation="silu", float? gate_cap=None, float? up_cap=None) -> Tensor',
+    'str activation="silu", float? gate_cap=None, float? up_cap=None, float? limit=None) -> Tensor',
     _meta,
 )
 def experts(
     x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor,
     down: torch.Tensor, activation: str = "silu", gate_cap: float | None = None,
-    up_cap: float | None = None,
+    up_cap: float | None = None, limit: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y[t] = sum_j weight[t, j] * down[e] @ (act(gate[e] @ x[t]) * up[e] @ x[t]), e = index[t, j].
 
@@ -51,6 +51,7 @@ def experts(
         activation: act(g) = g s(g): silu, gelu or gelu_tanh.
         gate_cap: c in act(g) = c tanh(g / c) s(g); with silu and `up_cap` this is SiTU.
         up_cap: c in c tanh(u / c), which then stands for u = up[e] @ x[t].
+        limit: the gate is at most this, u between it and its negative, before all else.
 
     The sum runs over j in order, in float32; hidden values have x's dtype.
 
@@ -64,6 +65,8 @@ def experts(
         token, slot = torch.where(index == expert)
         if token.numel():
             gate, up = F.linear(x[token], gate_up[expert]).to(kind).chunk(2, -1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             hidden = _activated(gate, activation, gate_cap) * _capped(up, up_cap)
             made = F.linear(hidden.to(x.dtype), down[expert])
             parts[token, slot] = made.to(kind) * weight[token, slot, None].to(kind)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphc.ir.graph import Builder, Graph, Node, Value
-from graphc.ir.types import Symbol, largest, same
+from graphc.ir.types import Symbol, as_dim, largest, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import is_cast, operand, packet_of, widened
 from passes.fusion.forms import product
@@ -29,7 +29,9 @@ class LightningIndexer:
     name: ClassVar[str] = "lightning_indexer"
 
     def run(self, graph: Graph, log: Log) -> Graph:
-        return apply_rules(graph, [_AllKeys(), _AllRows(graph.symbols), _Indexer()], log)
+        return apply_rules(
+            graph, [_AllKeys(), _AllPools(graph.symbols), _AllRows(graph.symbols), _Indexer()], log
+        )
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,32 @@ class _AllKeys(Rule[Node]):
         scores = topk.args[0]
         if same(topk.args[1], scores.type.shape[-1]):
             yield topk
+
+    def rewrite(self, builder: Builder, found: Node, node: Node) -> Sequence[Value]:
+        return builder.call(
+            torch.ops.graphc.cached_attention.default, *node.args[:3], node.argument("start"),
+            scale=node.argument("scale"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _AllPools(Rule[Node]):
+    """Of an indexer over pools: every whole one, and the tokens behind, are all that is seen."""
+
+    symbols: Mapping[str, Symbol]
+
+    name = "every_pool_is_chosen"
+    roots = frozenset(("graphc.sparse_attention",))
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[Node | Refused]:
+        indices, start = node.argument("indices"), node.argument("start")
+        if packet_of(indices) != "graphc.pooled_indexer" or start is None:
+            return
+        indexer: Node = indices.producer
+        pages, table = indexer.argument("pages"), indexer.argument("table")
+        pools = largest(as_dim(table.type.shape[1] * pages.type.shape[1]), self.symbols)
+        if indexer.argument("start") is start and pools <= indexer.argument("count"):
+            yield indexer
 
     def rewrite(self, builder: Builder, found: Node, node: Node) -> Sequence[Value]:
         return builder.call(

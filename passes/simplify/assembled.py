@@ -18,12 +18,41 @@ _EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like")
 
 @dataclass(frozen=True)
 class Assembled:
-    """new_empty and copies into slices along one dimension."""
+    """new_empty and copies into slices along one dimension; a copy of everything is its source."""
 
     name: ClassVar[str] = "assembled"
 
     def run(self, graph: Graph, log: Log) -> Graph:
-        return apply_rules(graph, [_Assembled()], log)
+        return apply_rules(graph, [_Nothing(), _Everything(), _Assembled()], log)
+
+
+class _Nothing(Rule[Value]):
+    """A slice without elements is written."""
+
+    name = "empty_part"
+    roots = frozenset(("aten.slice_scatter",))
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[Value | Refused]:
+        if any(same(size, 0) for size in node.args[1].type.shape):
+            yield node.args[0]
+
+    def rewrite(self, builder: Builder, found: Value, node: Node) -> Sequence[Value]:
+        return [found]
+
+
+class _Everything(Rule[Value]):
+    """All elements are overwritten by others of the same type."""
+
+    name = "copied"
+    roots = frozenset(("aten.copy",))
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[Value | Refused]:
+        source = _copied(node.outputs[0])
+        if source is not node.outputs[0] and packet_of(node.args[0]) in _EMPTY:
+            yield source
+
+    def rewrite(self, builder: Builder, found: Value, node: Node) -> Sequence[Value]:
+        return [found]
 
 
 @dataclass(frozen=True)

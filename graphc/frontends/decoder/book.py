@@ -15,24 +15,26 @@ from dataclasses import dataclass
 
 import torch
 
-from graphc.errors import InternalError
+from graphc.errors import InternalError, UnsupportedError
 
 
 @dataclass(frozen=True)
 class StateSpec:
     """kind "rows": rows of `shape`, which lie apart by part in a page where the shape has two
-    dimensions (parts, width); "slots": one entry of `shape` for each sequence."""
+    dimensions (parts, width), one for each `tokens` tokens; "slots": one entry of `shape` for each
+    sequence."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    tokens: int = 1
 
     def content(self, *, pages: int, page: int, slots: int) -> tuple[int, ...]:
         """The shape of the whole state."""
         if self.kind == "slots":
             return (slots, *self.shape)
-        return (pages, *self.shape[:-1], page, self.shape[-1])
+        return (pages, *self.shape[:-1], page // self.tokens, self.shape[-1])
 
     @property
     def buffer(self) -> str:
@@ -82,16 +84,32 @@ class Book:
         given = [part for part in parts if part.shape[-1]]
         width = sum(int(part.shape[-1]) for part in given)
         shape = (apart, width // apart) if apart else (width,)
-        spec = StateSpec(name, "rows", shape, given[0].dtype)
-        self._declare(spec)
-        if self.contents is None:
-            pages = int(self.table.max()) + 1
-            whole = spec.content(pages=pages, page=self.page, slots=0)
-            before = torch.zeros(whole, dtype=given[0].dtype)
-        else:
-            before = self.contents[name]
+        before = self._before(StateSpec(name, "rows", shape, given[0].dtype))
         made: torch.Tensor = torch.ops.graphc.append_pages(before, given, self.table, self.start)
         self.after[name] = made
+        return made
+
+    def append_pooled(
+        self, name: str, key: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        """The pages of pooled keys (`graphc.ops.pooled_indexer`) with those that the new tokens'
+        keys and gates [B, T, D] complete; bias [P, D].
+
+        Raises UnsupportedError: pools of P tokens do not fill a page.
+        """
+        pool, width = map(int, bias.shape)
+        if self.page % pool:
+            raise UnsupportedError(
+                f"an indexer over pools of {pool} tokens: a page has {self.page}"
+            )
+        ring, pooled = f"{name}.ring", f"{name}.pooled"
+        pages = self._before(StateSpec(pooled, "rows", (width,), key.dtype, pool))
+        last = self._before(StateSpec(ring, "slots", (pool, 2 * width), key.dtype))
+        made: torch.Tensor = torch.ops.graphc.pool_keys(
+            pages, last, key, gate, bias, self.table, self.start, self.slots
+        )
+        self.after[pooled] = made
+        self.after[ring] = torch.ops.graphc.append_ring(last, [key, gate], self.start, self.slots)
         return made
 
     def read(self, name: str, offset: int, width: int) -> torch.Tensor:
@@ -110,6 +128,15 @@ class Book:
         found out, that of the call's sequences."""
         self._declare(StateSpec(name, "slots", tuple(map(int, content.shape[1:])), content.dtype))
         self.after[name] = content
+
+    def _before(self, spec: StateSpec) -> torch.Tensor:
+        """The whole content of a state that is about to be written."""
+        self._declare(spec)
+        if self.contents is not None:
+            return self.contents[spec.name]
+        pages, slots = int(self.table.max()) + 1, int(self.slots.max()) + 1
+        shape = spec.content(pages=pages, page=self.page, slots=slots)
+        return torch.zeros(shape, dtype=spec.dtype)
 
     def _declare(self, spec: StateSpec) -> None:
         if spec.name in self.specs:

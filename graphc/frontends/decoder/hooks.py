@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers.activations import SiLUActivation
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -26,11 +26,16 @@ def attention(
     sliding_window: int | None = None, softcap: float | None = None,
     s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None, **unused: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """query [B, H, T, D], key and value [B, Hk, S, D] -> [B, T, H, Dv]."""
+    """query [B, H, T, D], key and value [B, Hk, S, D] -> [B, T, H, Dv].
+
+    The keys that an indexer chose come as `indices`, or in the place of the mask: int32 [B, T, K].
+    """
     book = current_book()
     if book is None:
         raise UnsupportedError("attention of a decoder outside of a capture with states")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        indices = attention_mask
     if indices is not None:
         out = torch.ops.graphc.sparse_attention(query, key, value, indices, book.start, scale=scale)
         return out, None
@@ -62,6 +67,7 @@ def experts(
         and not getattr(module, "is_transposed", False)
         and not getattr(module, "has_post_expert_norm", False)
         and getattr(module, "is_concatenated", True)
+        and getattr(type(module), "_apply_gate", _default_apply_gate) is _default_apply_gate
         and isinstance(getattr(module, "act_fn", None), (torch.nn.SiLU, SiLUActivation))
     )
     if not plain:

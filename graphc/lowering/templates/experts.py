@@ -82,7 +82,7 @@ def _gate(ctx: LoweringContext, node: Node, x: View, gate_up: torch.Tensor, orde
     width, depth = gate_up.shape[1] // 2, gate_up.shape[2]
     weights, size = _packed(ctx, f"{node.name}.gate_up", gate_up, interleaved=True)
     hidden = ctx.workspace([order.pairs, width], x.dtype)
-    caps = [_bits(node.argument(name)) for name in ("gate_cap", "up_cap")]
+    caps = [_bits(node.argument(name)) for name in ("gate_cap", "up_cap", "limit")]
     panels = ceildiv(width, PANEL // 2)
     rows = -(-BLOCK_ROWS * depth * SIZES[x.dtype] // 64) * 64
     _product(

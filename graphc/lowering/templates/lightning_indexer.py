@@ -43,17 +43,19 @@ def dense(ctx: LoweringContext, node: Node) -> None:
     Refuses operands of other types than fp32, bf16 and fp16, or of mixed ones.
     """
     source = row_source(ctx, node.argument("key"), None, node.argument("start"))
-    _emit(ctx, node, source)
+    choose(ctx, node, source, *ctx.outputs(node))
 
 
 @rule("graphc.paged_lightning_indexer.default")
 def paged(ctx: LoweringContext, node: Node) -> None:
     """The same over keys in pages."""
     source = row_source(ctx, *(node.argument(name) for name in ("pages", "table", "start")))
-    _emit(ctx, node, source)
+    choose(ctx, node, source, *ctx.outputs(node))
 
 
-def _emit(ctx: LoweringContext, node: Any, source: RowSource) -> None:
+def choose(ctx: LoweringContext, node: Any, source: RowSource, out: View, *, pool: int = 1) -> None:
+    """Emits the choice of `count` of the rows, each of which stands for `pool` tokens, into
+    `out`: int32 [B, T, count]."""
     query = with_adjacent_items(ctx, node.argument("query"))
     weights = ctx.view(node.argument("weights"))
     count = int(node.argument("count"))
@@ -62,7 +64,6 @@ def _emit(ctx: LoweringContext, node: Any, source: RowSource) -> None:
         raise Refuse(f"an indexer with weights of {weights.dtype}")
     batch, queries, heads, d = query.shape
     same_width("an indexer", d, source.width)
-    (out,) = ctx.outputs(node)
     block, most = _block(ctx, queries, heads)
     chunks = _chunks(ctx, queries, source.capacity)
     partial = out
@@ -70,7 +71,7 @@ def _emit(ctx: LoweringContext, node: Any, source: RowSource) -> None:
         partial = ctx.workspace([batch, queries, chunks, 1 + 2 * count], "int32")
     pointers: list[View] = [query, weights, *source.pointers(), out, partial]
     immediates: list[Dim] = [
-        queries, heads, d, count, chunks, block, int(source.start is not None),
+        queries, heads, d, count, chunks, block, int(source.start is not None), pool,
         *query.strides[:3], *weights.strides, WEIGHT_TYPES[weights.dtype], *source.immediates(),
     ]  # fmt: skip
     room = 2 * (2 * count + BLOCK + 16)
@@ -86,7 +87,7 @@ def _emit(ctx: LoweringContext, node: Any, source: RowSource) -> None:
         grain=1,
         scratch=4 * ((PANEL + 1) * d + most * (heads * (d + 1) + BLOCK + room)),
         label=node.name,
-        flops=2 * batch * heads * (d + 1) * _pairs(source.capacity, queries, count),
+        flops=2 * batch * heads * (d + 1) * _pairs(source.capacity, queries, count, pool),
     )
     if partial is not out:
         ctx.kernel(
@@ -122,7 +123,8 @@ def _chunks(ctx: LoweringContext, queries: Dim, capacity: Dim) -> Dim:
     return sympy.Max(1, sympy.Min(MOST_CHUNKS, FloorDiv(capacity, CHUNK)))
 
 
-def _pairs(capacity: Dim, queries: Dim, count: int) -> Dim:
+def _pairs(capacity: Dim, queries: Dim, count: int, pool: int) -> Dim:
     """Scores: queries that see no more keys than are wanted have none."""
-    scored = dim_max(0, smaller(queries, capacity - count))
-    return seen_pairs(capacity, scored)
+    tokens = capacity * pool
+    scored = dim_max(0, smaller(queries, tokens - count * pool))
+    return ceildiv(seen_pairs(tokens, scored), pool)

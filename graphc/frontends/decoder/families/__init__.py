@@ -1,8 +1,8 @@
 """Day-0 adapters: which names of a model family's module stand for an operator of graphc.
 
-One small file a family. `REBIND` maps a name in transformers' modeling module to what takes its
-place while a model is captured; nothing of the model's code is edited. A family whose hooks are the
-usual ones (attention, mask and experts registries, cache object) needs no file.
+One small file a family. `REBIND` maps a name in transformers' modeling module, or `Class.method`,
+to what takes its place while a model is captured; nothing of the model's code is edited. A family
+whose hooks are the usual ones (attention, mask and experts registries, cache object) needs no file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ def substituted(model: torch.nn.Module) -> Iterator[None]:
     saved: list[tuple[Any, str, Any]] = []
     try:
         for name, table in rebindings(used):
-            module = sys.modules[name]
-            for attribute, replacement in table.items():
-                saved.append((module, attribute, getattr(module, attribute)))
-                setattr(module, attribute, replacement)
+            for path, replacement in table.items():
+                *outer, attribute = path.split(".")
+                owner = reduce(getattr, outer, sys.modules[name])
+                saved.append((owner, attribute, getattr(owner, attribute)))
+                setattr(owner, attribute, replacement)
         yield
     finally:
-        for module, attribute, value in reversed(saved):
-            setattr(module, attribute, value)
+        for owner, attribute, value in reversed(saved):
+            setattr(owner, attribute, value)

@@ -25,13 +25,14 @@ OPS = torch.ops.graphc
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `tokens` new tokens with `heads` heads each."""
+    """`batch` sequences of `tokens` new tokens with `heads` heads each, `steps` times over."""
 
     operator: str
     kind: str
     batch: int
     tokens: int
     heads: int
+    steps: int = 1
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Case:
 
 
 KINDS = (
-    ("prefill", 1, 2048, 4), ("prefill", 1, 8192, 4), ("decode hot", 1, 1, 8),
+    ("prefill", 1, 2048, 4), ("prefill", 1, 8192, 4), ("decode hot", 1, 1, 8, 16),
     ("decode cold", 64, 1, 32), ("verify cold", 64, 4, 32),
 )  # fmt: skip
 CASES = tuple(
@@ -61,16 +62,25 @@ class Layer(torch.nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
     ) -> torch.Tensor:
-        scale = CHANNELS**-0.5
-        if self.by_hand:
-            out, after = OPS.delta_rule(self.state, q, k, v, g, beta, scale=scale, normalize=True)
-        elif self.case.operator == "gated_linear_attention":
-            out, after = OPS.gated_linear_attention(self.state, q, k, v, g, scale=scale)
-        else:
-            operator: Any = getattr(OPS, self.case.operator)
-            out, after = operator(self.state, q, k, v, g, beta, scale=scale, normalize=True)
-        self.state.copy_(after)
+        state = self.state
+        for _ in range(self.case.steps):
+            out, state = self.step(state, q, k, v, g, beta)
+            v = out  # or the steps would be one
+        self.state.copy_(state)
         return out
+
+    def step(
+        self, state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        g: torch.Tensor, beta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The operator once."""
+        scale = CHANNELS**-0.5
+        if not self.by_hand and self.case.operator == "gated_linear_attention":
+            found = OPS.gated_linear_attention(state, q, k, v, g, scale=scale)
+        else:
+            operator: Any = OPS.delta_rule if self.by_hand else getattr(OPS, self.case.operator)
+            found = operator(state, q, k, v, g, beta, scale=scale, normalize=True)
+        return found[0], found[1]
 
 
 def operands(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -89,7 +99,9 @@ def measure(bench: Bench, case: Case, dtype: torch.dtype) -> None:
         session = bench.session(Layer(case, by_hand), inputs)
         calls["by hand" if by_hand else "generated"] = partial(session.run, *inputs)
     times = bench.times(calls)
-    rates = {name: case.batch * case.tokens * case.heads / t for name, t in times.items()}
+    rates = {
+        name: case.steps * case.batch * case.tokens * case.heads / t for name, t in times.items()
+    }
     print(
         f"{case.name:48} {str(dtype)[6:]:9} generated {rates['generated'] / 1e3:8.0f}k/s  "
         f"by hand {rates['by hand'] / 1e3:8.0f}k/s  ratio "

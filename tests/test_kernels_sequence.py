@@ -10,8 +10,20 @@ import pytest
 import torch
 
 import graphc.dsl.operators  # noqa: F401  (the operators)
-from graphc.dsl import K, SequenceOperator, V, define, exp, log_decay, rows, scores, sigmoid
+from graphc.dsl import (
+    K,
+    SequenceOperator,
+    V,
+    define,
+    exp,
+    log_decay,
+    rows,
+    scores,
+    sigmoid,
+    solve,
+)  # fmt: skip
 from graphc.dsl.operator import Affine, column, number
+from tests.built import Built
 from tests.eager import ISAS, PLAIN, refused
 from tests.kernel_harness import lookup, run_rule
 from tests.kernel_in_place import run_in_place
@@ -204,6 +216,89 @@ def test_an_operator_that_uses_everything() -> None:
             g, gate = mild((2, tokens, 2, 32)), torch.randn(2, tokens, 2)
             args = [torch.randn(2, 2, 32, 48), a, b, c, v, w, g, gate]
             verify(isa, "test_everything", args, bound=5e-6, shift=0.25)
+
+
+class Shared(SequenceOperator):
+    """Parts that several others read, none of which may be written over for one of them."""
+
+    name = "test_shared"
+    q, k, v, decay, beta = rows(K), rows(K), rows(V), log_decay(), column()
+
+    def told(self, c: Any) -> Any:
+        return c.beta * scores(c.k, c.k, c.decay, strict=True)
+
+    def summary(self, c: Any) -> Affine:
+        taken = solve(self.told(c), c.beta * (c.k * c.decay.prefix))
+        tail = (c.k * c.decay.suffix).T
+        written = tail @ solve(self.told(c), c.beta * c.v)
+        return Affine(c.decay.total * c.identity - tail @ taken, written)
+
+    def compose(self, first: Affine, second: Affine) -> Affine:
+        return Affine(second.factor @ first.factor, second.factor @ first.offset + second.offset)
+
+    def apply(self, c: Any, state: Any) -> tuple[Any, Any]:
+        wrong = c.beta * (c.v - (c.k * c.decay.prefix) @ state)
+        written, twice = solve(self.told(c), wrong), solve(self.told(c), 2 * wrong)
+        shown = 0.5 * scores(c.q, c.k, c.decay)
+        seen = (c.q * c.decay.prefix) @ state + shown @ (written + 0.5 * twice)
+        output = seen * c.beta + (seen - 0.5 * seen) * 3 + sigmoid(seen - twice) + written
+        tail = (c.k * c.decay.suffix).T
+        return output, c.decay.total * state + tail @ written
+
+
+define(Shared())
+
+
+def test_what_is_shared_is_not_written_over() -> None:
+    for tokens in (1, 5, 37):
+        q, k = (0.3 * torch.randn(2, tokens, 2, 32) for _ in range(2))
+        v, g, beta = torch.randn(2, tokens, 2, 48), mild((2, tokens, 2)), torch.rand(2, tokens, 2)
+        args = [torch.randn(2, 2, 32, 48), q, k, v, g, beta]
+        verify(ISAS[-1], "test_shared", args, bound=5e-6)
+        verify(ISAS[0], "test_shared", args, bound=5e-6)
+
+
+class Layer(torch.nn.Module):
+    """A layer of a model with states in slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: torch.Tensor
+        self.register_buffer("states", torch.randn(4, 2, 32, 32))
+
+    def forward(self, x: torch.Tensor, g: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.chunk(3, -1)
+        call = torch.ops.graphc.gated_linear_attention
+        out, after = call(self.states, q, k, v, -torch.exp(g), slots, scale=0.3)
+        self.states.copy_(after)
+        out = torch.sigmoid(out)
+        return out
+
+
+def test_in_a_plan() -> None:
+    """Captured with symbols, built, run: nothing falls back, the states stay where they are."""
+    batch, tokens = (torch.export.Dim(name, max=32) for name in ("batch", "tokens"))
+    dynamic = {"x": {0: batch, 1: tokens}, "g": {0: batch, 1: tokens}, "slots": {0: batch}}
+
+    def inputs(count: int, length: int) -> tuple[torch.Tensor, ...]:
+        slots = torch.randperm(4)[:count].int()
+        return torch.randn(count, length, 2, 96), torch.randn(count, length, 2, 32), slots
+
+    module = Layer()
+    start = module.states.clone()
+    built = Built(module, inputs(2, 3), dynamic=dynamic)
+    try:
+        assert not built.fallbacks
+        module.states.copy_(start)
+        for shape in ((1, 20), (3, 1), (2, 5), (3, 1)):
+            args = inputs(*shape)
+            torch.testing.assert_close(built(*args), module(*args), rtol=1e-5, atol=1e-5)
+        states = torch.from_numpy(built.session.states["states"].copy())
+        torch.testing.assert_close(states, module.states, rtol=1e-5, atol=1e-5)
+        kernels = [step.kernel for step in built.session.plan.programs[0].steps]
+        assert not any("copy" in kernel.symbol for kernel in kernels if kernel is not None)
+    finally:
+        built.close()
 
 
 def test_refusals() -> None:

@@ -85,18 +85,57 @@ class Panel:
             name = self._owned(node.args[1])
             self.lines.append(f"M::solve({self.local.matrix(node.args[0])}, {name}, panel);")
             return name
-        if node.op == "matmul" and not _is_product(node):
+        if _is_product(node):
+            return self._add_products(self._zeros(), [(node.args[0], node.args[1])])
+        if node.op == "matmul":
             raise Refuse(f"the product {node.args[0]} @ {node.args[1]}")
-        rest, products = _sum(node)
-        name = self._new() if rest is None else self._owned(rest, node)
-        if rest is None:
-            self.lines.append(
-                f"memset({name}, 0, (size_t)(M::ROWS * panel.width) * sizeof(float));"
-            )
+        rest, products = self._sum(node)
+        name = self._zeros() if rest is None else self._owned(rest, node)
+        return self._add_products(name, products)
+
+    def _zeros(self) -> str:
+        name = self._new()
+        self.lines.append(f"memset({name}, 0, (size_t)(M::ROWS * panel.width) * sizeof(float));")
+        return name
+
+    def _add_products(self, name: str, products: list[tuple[Tile, Tile]]) -> str:
         for matrix, right in products:
             items = self._items(self.buffer(right))
             self.lines.append(f"M::add_product({self._weights(matrix)}, {items}, {name}, panel);")
         return name
+
+    def _shared(self, node: Tile) -> bool:
+        """Whether several nodes read it: then it is made once, and nothing is written over it."""
+        return self.local.uses.get(node, 1) > 1
+
+    def _buffered(self, node: Tile) -> bool:
+        """Whether a loop reads it rather than computing it."""
+        if V not in node.shape:
+            return False
+        if node.op in ("matmul", "solve") or (node.op in ELEMENTWISE and self._shared(node)):
+            return True
+        return node.op in ("add", "sub") and bool(self._sum(node)[1])
+
+    def _sum(self, node: Tile) -> tuple[Tile | None, list[tuple[Tile, Tile]]]:
+        """(what loops compute, products of matrices that are added) of a sum."""
+        rest: Tile | None = None
+        products: list[tuple[Tile, Tile]] = []
+
+        def add(term: Tile, minus: bool) -> None:
+            nonlocal rest
+            if _is_product(term) and not self._shared(term):
+                matrix = term.args[0]
+                products.append((elementwise("neg", matrix) if minus else matrix, term.args[1]))
+            elif term.op in ("add", "sub") and (term is node or not self._shared(term)):
+                add(term.args[0], minus)
+                add(term.args[1], minus != (term.op == "sub"))
+            elif rest is None:
+                rest = elementwise("neg", term) if minus else term
+            else:
+                rest = elementwise("sub" if minus else "add", rest, term)
+
+        add(node, False)
+        return (rest, products) if products else (node, [])
 
     def _new(self) -> str:
         self.made += 1
@@ -105,9 +144,9 @@ class Panel:
 
     def _owned(self, node: Tile, reader: Tile | None = None) -> str:
         """A buffer with the node's value that may be overwritten."""
-        if node is not reader and _buffered(node):
+        if node is not reader and self._buffered(node):
             name = self.buffer(node)
-            if self.local.uses.get(node, 1) == 1:
+            if not self._shared(node):
                 return name
             copy = self._new()
             self.lines.append(
@@ -129,10 +168,10 @@ class Panel:
                 if x.data not in self.values:
                     self.values.append(x.data)
                 return f"M::value(in_{x.data} + (t0 + t) * step_{x.data}, t < n, h, panel)"
-            if not _buffered(x):
+            if x is node or not self._buffered(x):
                 return None
             name = self.buffer(x)
-            if self.local.uses.get(x, 1) == 1:
+            if not self._shared(x):
                 free.append(name)
             return f"load<vf>({name} + t * panel.width + h)"
 
@@ -180,15 +219,6 @@ def _is_product(node: Tile) -> bool:
     return node.op == "matmul" and node.args[0].shape == (T, T)
 
 
-def _buffered(node: Tile) -> bool:
-    """Whether a loop reads it rather than computing it."""
-    if V not in node.shape:
-        return False
-    if node.op in ("matmul", "solve"):
-        return True
-    return node.op in ("add", "sub") and bool(_sum(node)[1])
-
-
 def _reads(*roots: Tile) -> list[Tile]:
     """The rows that are multiplied with the state, in the order in which they are met."""
     found: dict[Tile, None] = {}
@@ -208,30 +238,6 @@ def _reads(*roots: Tile) -> list[Tile]:
     for root in reversed(roots):
         visit(root)
     return list(found)
-
-
-def _sum(node: Tile) -> tuple[Tile | None, list[tuple[Tile, Tile]]]:
-    """(what loops compute, products of matrices that are added) of a sum."""
-    rest: Tile | None = None
-    products: list[tuple[Tile, Tile]] = []
-
-    def add(term: Tile, minus: bool) -> None:
-        nonlocal rest
-        if _is_product(term):
-            matrix = term.args[0]
-            products.append((elementwise("neg", matrix) if minus else matrix, term.args[1]))
-        elif term.op in ("add", "sub") and term.shape == (T, V):
-            add(term.args[0], minus)
-            add(term.args[1], minus != (term.op == "sub"))
-        elif rest is None:
-            rest = elementwise("neg", term) if minus else term
-        else:
-            rest = elementwise("sub" if minus else "add", rest, term)
-
-    add(node, False)
-    if not products:
-        return node, []
-    return rest, products
 
 
 def _update(after: Tile) -> tuple[Tile, list[tuple[Tile, Tile]]]:

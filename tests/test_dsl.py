@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from graphc.dsl.layout import state_layout, summary_layout
 from graphc.dsl.operator import trace
 from graphc.dsl.operators.gated_linear_attention import GatedLinearAttention
 from graphc.dsl.operators.kda import KimiDeltaAttention
+from graphc.dsl.ranges import compose, starts, summarize
 from graphc.dsl.tiles import K, T, Tile, V, normalized, solve, tile
 
 OPS = torch.ops.graphc
@@ -83,12 +85,10 @@ def test_mamba2_ssd_is_its_recurrence() -> None:
 @pytest.mark.parametrize("name", sorted(DEFINED))
 def test_any_chunk_is_the_same(name: str) -> None:
     """One token at a time, as in decoding, and any other number."""
-    operator = DEFINED[name]
     if name.startswith("graphc.test_"):
         pytest.skip("an operator of another test")
-    args = operands(by_head="net" in name or "ssd" in name)
-    given = {"state": args[0], "slots": None, "scale": 0.3, "normalize": True}
-    given |= dict(zip(operator.of_kind("rows", "decay", "column"), args[1:], strict=False))
+    operator, short = DEFINED[name], name.split(".")[1]
+    given = named(short, operands(by_head="net" in name or "ssd" in name))
     truth = run(operator, given, 1)
     for chunk in (5, 16, 64):
         for a, b in zip(run(operator, given, chunk), truth, strict=True):
@@ -120,6 +120,57 @@ def test_layouts() -> None:
     assert (factor.shape, offset.shape) == ((32, 128, 128), (32, 128, 64))
     factor, offset = summary_layout(GatedLinearAttention(), 32, 128, 64)
     assert (factor.shape, factor.dtype, factor.nbytes) == ((32, 128, 1), "float32", 16384)
+
+
+def named(name: str, args: list[Any]) -> dict[str, Any]:
+    """Arguments of a call by name, with options."""
+    found = {"state": args[0], "slots": None, "scale": 0.3, "normalize": True}
+    names = DEFINED[f"graphc.{name}.default"].of_kind("rows", "decay", "column")
+    return found | dict(zip(names, args[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", ("kda", "gated_delta_net", "gated_linear_attention", "mamba2_ssd"))
+def test_ranges_on_devices(name: str) -> None:
+    """Three devices that exchange summaries do what one does; slow gates, so that a wrong factor
+    would show."""
+    operator = DEFINED[f"graphc.{name}.default"]
+    args = operands(by_head="net" in name or "ssd" in name)
+    args[4] = 0.01 * args[4]
+    whole = run(operator, named(name, args))
+    cuts = (0, 5, 21, 37)
+    parts = [
+        named(name, [args[0], *(x[:, a:b] for x in args[1:])])
+        for a, b in itertools.pairwise(cuts)
+    ]  # fmt: skip
+    definition = trace(operator, frozenset(named_flags(operator)))
+    summaries = [summarize(operator, part) for part in parts]
+    *begin, end = starts(definition, summaries, args[0])
+    outputs = [
+        run(operator, {**part, "state": state})[0]
+        for part, state in zip(parts, begin, strict=True)
+    ]  # fmt: skip
+    torch.testing.assert_close(torch.cat(outputs, 1), whole[0], rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(end, whole[1], rtol=1e-10, atol=1e-11)
+    joined = compose(definition, compose(definition, *summaries[:2]), summaries[2])
+    for a, b, layout in zip(
+        joined, summarize(operator, named(name, args)), summary_layout(operator, 4, 8, 6),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(a.expand(b.shape), b, rtol=1e-10, atol=1e-11)
+        assert b.shape[1:] == layout.shape
+
+
+def named_flags(operator: SequenceOperator) -> set[tuple[str, bool]]:
+    """The flags of `named` that an operator has."""
+    return {(name, True) for name in operator.of_kind("flag")}
+
+
+def test_summaries_of_short_types_are_float32() -> None:
+    args = [x.bfloat16() for x in operands()[:4]] + [x.float() for x in operands()[4:]]
+    factor, offset = summarize(DEFINED["graphc.kda.default"], named("kda", args))
+    assert factor.dtype == offset.dtype == torch.float32
+    with pytest.raises(ValueError, match="no tokens"):
+        summarize(DEFINED["graphc.kda.default"], named("kda", [x[:, :0] for x in args]))
 
 
 # -- laws ---------------------------------------------------------------------------------------

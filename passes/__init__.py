@@ -12,6 +12,7 @@ from passes.fusion.merged_linear import MergedLinear
 from passes.fusion.paged_attention import PagedAttention
 from passes.fusion.rms_norm import RmsNorm
 from passes.fusion.routing import Routing
+from passes.fusion.sinkhorn import Sinkhorn
 from passes.fusion.softmax import Softmax
 from passes.fusion.split_attention import SplitAttention
 from passes.quantization.integer_conv import IntegerConv
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     AbsorbedLatent(),  # keys and values are not expanded for chosen keys, or for one token
     PagedAttention(),  # what is left reads the pages themselves
     Routing(),  # after activation and softmax, whose operators make the scores
+    Sinkhorn(),  # the rounds of a hyper-connection in registers
     MergedLinear(),  # after attention: products of one input become one
     JoinedSlices(),  # what was put side by side is, in the merged product
     ViewSimplification(),  # what the rewrites above left between views

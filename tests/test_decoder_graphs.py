@@ -188,3 +188,12 @@ def test_experts_with_a_gate_of_their_own_are_not_taken_for_plain_ones() -> None
     with torch.no_grad():
         wanted = experts(x, index, weight)
         assert relative(hooks.experts(experts, x, index, weight), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_what_the_passes_find_in_hyper_connections_and_pools(phase: str) -> None:
+    targets = [node.target for node in passed("glm5_next", phase).nodes]
+    assert targets.count("graphc.sinkhorn.default") == 8  # two a layer
+    assert "aten.div.Tensor" not in targets
+    assert targets.count("graphc.latent_attention.default") == 2
+    assert targets.count("graphc.pooled_indexer.default") == 1  # the second layer shares its choice

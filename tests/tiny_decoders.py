@@ -52,7 +52,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         **_LATENT, **_MOE, "qk_rope_head_dim": 0, "num_hidden_layers": 4, "q_lora_rank": 64,
         "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "index_topk": 16, "index_kpool": 4,
         "index_head_dim": 32, "index_n_heads": 4, "linear_head_dim": 32, "linear_num_heads": 4,
-        "hc_mult": 2, "hc_sinkhorn_iters": 3, "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "hc_mult": 2, "hc_sinkhorn_iters": 5, "mlp_layer_types": ["dense", *["sparse"] * 3],
         "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention"],
         "indexer_types": ["full", "full", "shared", "full"],
     }),

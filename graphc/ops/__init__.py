@@ -13,6 +13,7 @@ from graphc.ops.recurrent import gru, lstm
 from graphc.ops.residual_mix import residual_mix
 from graphc.ops.route import route
 from graphc.ops.short_convolution import short_convolution
+from graphc.ops.sinkhorn import sinkhorn
 from graphc.ops.sparse_attention import latent_attention, sparse_attention
 
 __all__ = [
@@ -20,5 +21,5 @@ __all__ = [
     "delta_rule", "experts", "gru", "integer_linear", "latent_attention", "lightning_indexer",
     "lstm", "paged_attention", "paged_lightning_indexer", "pool_keys", "pooled_indexer",
     "position_mask", "read_pages", "residual_mix", "route", "short_convolution",
-    "sparse_attention",
+    "sinkhorn", "sparse_attention",
 ]  # fmt: skip

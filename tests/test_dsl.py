@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import graphc.dsl.operators
-from graphc.dsl import Affine, SequenceOperator, SequenceOperatorError, define
-from graphc.dsl.define import DEFINED, run
+from graphc.dsl import Affine, SequenceOperator, SequenceOperatorError, define, number, rows
 from graphc.dsl.laws import check, laws
 from graphc.dsl.layout import state_layout, summary_layout
 from graphc.dsl.operator import trace
 from graphc.dsl.operators.gated_linear_attention import GatedLinearAttention
 from graphc.dsl.operators.kda import KimiDeltaAttention
 from graphc.dsl.ranges import compose, starts, summarize
+from graphc.dsl.registry import DEFINED, run
 from graphc.dsl.tiles import K, T, Tile, V, normalized, solve, tile
 
 OPS = torch.ops.graphc
@@ -264,11 +264,30 @@ def test_errors_bound_rounding() -> None:
         check(operator)
 
 
+def test_names() -> None:
+    with pytest.raises(SequenceOperatorError, match="kda is defined already"):
+        define(KimiDeltaAttention())
+
+    class Taken(GatedLinearAttention):
+        name = "taken"
+        state = number()
+
+    with pytest.raises(SequenceOperatorError, match=r"cannot be called \['state'\]"):
+        define(Taken())
+
+    class NoValues(SequenceOperator):
+        name = "no_values"
+        query = rows(K)
+
+    with pytest.raises(SequenceOperatorError, match="no operand has rows over V"):
+        define(NoValues())
+
+
 def test_shapes_that_do_not_fit() -> None:
-    rows, values = tile("rows", shape=(T, K), data="a"), tile("rows", shape=(T, V), data="b")
+    keys, values = tile("rows", shape=(T, K), data="a"), tile("rows", shape=(T, V), data="b")
     for mistake in (
-        lambda: rows + values, lambda: rows @ values, lambda: normalized(values),
-        lambda: solve(rows, values),
+        lambda: keys + values, lambda: keys @ values, lambda: normalized(values),
+        lambda: solve(keys, values),
     ):  # fmt: skip
         with pytest.raises(SequenceOperatorError):
             mistake()
@@ -300,7 +319,7 @@ def test_the_document() -> None:
     right = names["GatedLinearAttention"]
     wrong = type("Wrong", (right,), {"compose": lambda self, a, b: right.compose(self, b, a)})
     with pytest.raises(SequenceOperatorError) as found:
-        define(wrong())
+        check(wrong())
     (said,) = re.findall(r"```\n(my_linear.*?)\n```", text, re.DOTALL)
     message = str(found.value)
     assert message.splitlines()[:2] == said.splitlines()

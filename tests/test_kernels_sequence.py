@@ -175,6 +175,17 @@ def test_strides_dtypes_and_symbols() -> None:
     assert out.shape == (1, 0, 1, 32) and torch.equal(after, args[0])
 
 
+def test_accuracy() -> None:
+    """As close to float64 as the recurrence in float32, over many tokens that hardly fade."""
+    args = arguments("kda", (1, 1000, 1, 64, 32), gate=all_of(-1e-4), state=False)
+    kw = OPTIONS["kda"]
+    eager, truth = lookup("graphc.delta_rule.default")(*args, **kw), exact("kda", args, **kw)
+    for isa in PLAIN:
+        ours = run_rule(overload("kda"), args, kw, isa=isa)
+        for a, b, c in zip(ours, truth, eager, strict=True):
+            assert error(a, b) <= error(c, b) + 1e-7
+
+
 class Everything(SequenceOperator):
     """What the built-in operators do not use: two tails and two packs, gates inside, subtraction,
     a negative factor, no factor of the state but its decay."""
@@ -256,6 +267,44 @@ def test_what_is_shared_is_not_written_over() -> None:
         args = [torch.randn(2, 2, 32, 48), q, k, v, g, beta]
         verify(ISAS[-1], "test_shared", args, bound=5e-6)
         verify(ISAS[0], "test_shared", args, bound=5e-6)
+
+
+class DeltaNet(SequenceOperator):
+    """The delta rule (arXiv:2406.06484): nothing is forgotten."""
+
+    name = "test_delta_net"
+    q, k, v, beta = rows(K), rows(K), rows(V), column()
+
+    def summary(self, c: Any) -> Affine:
+        told = c.beta * scores(c.k, c.k, strict=True)
+        taken = solve(told, c.beta * c.k)
+        return Affine(c.identity - c.k.T @ taken, c.k.T @ solve(told, c.beta * c.v))
+
+    def compose(self, first: Affine, second: Affine) -> Affine:
+        return Affine(second.factor @ first.factor, second.factor @ first.offset + second.offset)
+
+    def apply(self, c: Any, state: Any) -> tuple[Any, Any]:
+        told = c.beta * scores(c.k, c.k, strict=True)
+        written = solve(told, c.beta * (c.v - c.k @ state))
+        return c.q @ state + scores(c.q, c.k) @ written, state + c.k.T @ written
+
+
+define(DeltaNet())
+
+
+def test_nothing_is_forgotten() -> None:
+    """Scores and a state without a decay; the delta rule with g = 0."""
+    for tokens in (1, 5, 37):
+        args = case(2, tokens, 4, 32, 48, key_heads=2, gate=all_of(0.0))
+        args[2] = torch.nn.functional.normalize(args[2], dim=-1)
+        some = [*args[:4], args[5]]
+        for isa in (ISAS[0], ISAS[-1]):
+            verify(isa, "test_delta_net", some)
+            ours = run_rule(overload("test_delta_net"), some, {}, isa=isa)
+            wide = [x.double() for x in args]
+            truth = lookup("graphc.delta_rule.default")(*wide, scale=1.0)
+            for a, b in zip(ours, truth, strict=True):
+                assert error(a, b) <= 2e-6
 
 
 class Layer(torch.nn.Module):

@@ -37,7 +37,9 @@ def evaluate(
         if node.op in _SIMPLE:
             values[node] = _SIMPLE[node.op](*args)
         elif node.op == "scores":
-            values[node] = _scores(args[0], args[1], operands[node.data[0]], node.data[2])
+            decay, _, strict = node.data
+            g = None if decay is None else operands[decay]
+            values[node] = _scores(args[0], args[1], g, strict)
         elif node.op == "constant":
             values[node] = torch.tensor([[node.data]], dtype=_kind(operands))
         elif node.op == "identity":
@@ -62,8 +64,10 @@ def _decay(which: str, g: torch.Tensor) -> torch.Tensor:
     return behind.flip(-2).cumsum(-2).flip(-2).exp()
 
 
-def _scores(a: torch.Tensor, b: torch.Tensor, g: torch.Tensor, strict: bool) -> torch.Tensor:
+def _scores(a: torch.Tensor, b: torch.Tensor, g: torch.Tensor | None, strict: bool) -> torch.Tensor:
     """The sums of decays between two tokens are made without differences of longer ones."""
+    if g is None:
+        return (a @ b.transpose(-1, -2)).tril(-1 if strict else 0)
     tokens = g.shape[-2]
     order = torch.arange(tokens)
     behind = order[:, None] > order[None, :]  # i > j

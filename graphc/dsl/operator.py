@@ -117,6 +117,8 @@ class SequenceOperator:
             for name, value in vars(base).items()
             if isinstance(value, Operand)
         }
+        if taken := found.keys() & {"state", "slots", "identity"}:
+            raise SequenceOperatorError(f"{cls.name}: operands cannot be called {sorted(taken)}")
         if not any(x.kind == "rows" and x.axis == V for x in found.values()):
             raise SequenceOperatorError(f"{cls.name}: no operand has rows over V")
         if not any(x.axis == K for x in found.values()):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from graphc.dsl.define import CHUNK, cut, flags_of, spread, wide_rows
 from graphc.dsl.interpret import evaluate
 from graphc.dsl.operator import STATE, Affine, Definition, SequenceOperator, given, trace
+from graphc.dsl.registry import CHUNK, cut, flags_of, spread, wide_rows
 from graphc.dsl.tiles import K, V
 
 Summary = tuple[torch.Tensor, torch.Tensor]

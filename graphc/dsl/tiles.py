@@ -113,12 +113,14 @@ def normalized(x: Tile) -> Tile:
     return x * tile("inverse_norm", x, shape=(T, ONE))
 
 
-def scores(a: Tile, b: Tile, decay: Decay, *, strict: bool = False) -> Tile:
+def scores(a: Tile, b: Tile, decay: Decay | None = None, *, strict: bool = False) -> Tile:
     """[T, T]: sum_c a_ic b_jc exp(g_(j+1)c + ... + g_ic) for j < i, and for j = i unless strict; 0
-    above. How far token j has faded when token i looks; no sum of decays is ever subtracted."""
+    above. How far token j has faded when token i looks, not at all without a decay; no sum of
+    decays is ever subtracted."""
     if a.shape != (T, K) or b.shape != (T, K):
         raise SequenceOperatorError(f"scores takes rows [T, K], not {a} and {b}")
-    return tile("scores", a, b, shape=(T, T), data=(decay.name, decay.axis, strict))
+    name, axis = (decay.name, decay.axis) if decay else (None, ONE)
+    return tile("scores", a, b, shape=(T, T), data=(name, axis, strict))
 
 
 def solve(strict: Tile, right: Tile) -> Tile:

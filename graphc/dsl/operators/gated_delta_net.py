@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphc.dsl.define import define
 from graphc.dsl.operator import log_decay
 from graphc.dsl.operators.kda import KimiDeltaAttention
+from graphc.dsl.registry import define
 
 
 class GatedDeltaNet(KimiDeltaAttention):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphc.dsl.define import define
 from graphc.dsl.operator import Affine, SequenceOperator, log_decay, number, rows
+from graphc.dsl.registry import define
 from graphc.dsl.tiles import K, Tile, V, scores
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphc.dsl.define import define
 from graphc.dsl.operator import Affine, SequenceOperator, column, log_decay, rows
+from graphc.dsl.registry import define
 from graphc.dsl.tiles import K, Tile, V, scores
 
 

@@ -81,22 +81,8 @@ def generate(operator: SequenceOperator, flags: frozenset[tuple[str, bool]], tag
     output, after = simplify((definition.output, definition.after))
     local = Local(operator, consumers((output, after)))
     panel = Panel(local, output, after)
-    at_panel = panel.code()
-    scores.place(local)
-    rows = local.row_code()
-    before = _reading(local) + local.column_lines + rows
-    before += [f"M::turn(pack{p}, {_tiles(local, p)}, ld);" for p in range(local.packs())]
-    before += scores.score_code(local) + local.matrix_lines + panel.weight_code()
+    lines = _function(local, panel)
     names = list(operator.of_kind("rows", "decay", "column"))
-    lines = [*_operands(local, panel), *_scratch(local), "m.begin();"]
-    asks = _asks(local, panel)
-    loop = ["const auto panel = m.panel(p);", *asks, *at_panel]
-    chunk = [
-        "const int64_t n = min64(M::ROWS, s.tokens - t0);", *before,
-        *block("for (int64_t p = first; p < m.last_panel(); p++)", loop),
-    ]  # fmt: skip
-    lines += block("for (int64_t t0 = 0; t0 < s.tokens; t0 += M::ROWS)", chunk)
-    lines.append("m.end();")
     settings = "".join(f"_{name}" for name, on in sorted(flags) if on)
     symbol = f"gc_{operator.name}{settings}_{tag}"
     cases = "\n".join(
@@ -108,6 +94,25 @@ def generate(operator: SequenceOperator, flags: frozenset[tuple[str, bool]], tag
     tail = _TAIL.format(operands=len(names), cases=cases, symbol=symbol, type=TYPES[tag])
     body = "\n".join(line if line.startswith("#") else f"  {line}" for line in lines)
     return Generated(f"{head}{body}\n}}\n{tail}", symbol, local.memory)
+
+
+def _function(local: Local, panel: Panel) -> list[str]:
+    """The body. What is done with the state is written first: it tells what must be made for it,
+    which in turn tells what is read."""
+    at_panel = panel.code()
+    scores.place(local)
+    rows = local.row_code()
+    before = _reading(local) + local.column_lines + rows
+    before += [f"M::turn(pack{p}, {_tiles(local, p)}, ld);" for p in range(local.packs())]
+    before += scores.score_code(local) + local.matrix_lines + panel.weight_code()
+    loop = ["const auto panel = m.panel(p);", *_asks(local, panel), *at_panel]
+    chunk = [
+        "const int64_t n = min64(M::ROWS, s.tokens - t0);", *before,
+        *block("for (int64_t p = first; p < m.last_panel(); p++)", loop),
+    ]  # fmt: skip
+    lines = [*_operands(local, panel), *_scratch(local), "m.begin();"]
+    lines += block("for (int64_t t0 = 0; t0 < s.tokens; t0 += M::ROWS)", chunk)
+    return [*lines, "m.end();"]
 
 
 def _tiles(local: Local, pack: int) -> int:
@@ -163,6 +168,8 @@ def _scratch(local: Local) -> list[str]:
         memory.take_rows(f"fade_{decay}", "M::ROWS", 16)
     if local.norms:
         memory.take("squares", 256)
+    if local.unfaded:
+        memory.lines.append("const float unfaded[CHUNK] = {};")
     memory.take_rows("tail_memory", f"{len(local.tails)} * M::ROWS", 16 * len(local.tails))
     for pack in range(local.packs()):
         memory.rows += 64

@@ -53,6 +53,7 @@ class Local:
     kept: Tile | None = None
     by_channel: set[str] = field(default_factory=set)
     by_head: set[str] = field(default_factory=set)
+    unfaded: bool = False  # whether there are scores without a decay
     matrices: dict[Tile, str] = field(default_factory=dict)
     scored: list[Tile] = field(default_factory=list)
     matrix_lines: list[str] = field(default_factory=list)
@@ -239,7 +240,9 @@ class Local:
         self._new_matrix(node)
         self.scored.append(node)
         decay, axis, _ = node.data
-        if axis == K:
+        if decay is None:
+            self.unfaded = True
+        elif axis == K:
             self.by_channel.add(decay)
         else:
             self.fade(decay)

@@ -30,8 +30,8 @@ def score_code(local: Local) -> list[str]:
     return lines
 
 
-def _groups(scored: list[Tile]) -> list[tuple[tuple[Tile, str, str], list[Tile]]]:
-    found: dict[tuple[Tile, str, str], list[Tile]] = {}
+def _groups(scored: list[Tile]) -> list[tuple[tuple[Tile, str | None, str], list[Tile]]]:
+    found: dict[tuple[Tile, str | None, str], list[Tile]] = {}
     for node in scored:
         found.setdefault((node.args[1], node.data[0], node.data[1]), []).append(node)
     return list(found.items())
@@ -42,7 +42,7 @@ def _neighbours(local: Local, some: list[Tile]) -> bool:
     return second == (first[0], first[1] + 1)
 
 
-def _call(local: Local, b: Tile, decay: str, axis: str, some: list[Tile]) -> list[str]:
+def _call(local: Local, b: Tile, decay: str | None, axis: str, some: list[Tile]) -> list[str]:
     count = len(some)
     to = ", ".join(local.matrix(node) for node in some)
     strict = ", ".join("true" if node.data[2] else "false" for node in some)
@@ -55,6 +55,7 @@ def _call(local: Local, b: Tile, decay: str, axis: str, some: list[Tile]) -> lis
     else:
         pack, at = local.pack(b)
         a_pack, a_at = local.pack(some[0].args[0])
-        call = f"pack{pack}, {at}, pack{a_pack}, {a_at}, strict, g_{decay}, ld, to"
+        g = f"g_{decay}" if decay is not None else "unfaded"
+        call = f"pack{pack}, {at}, pack{a_pack}, {a_at}, strict, {g}, ld, to"
         lines = [*common, f"M::template scores_by_head<{count}>({call});"]
     return ["{", *(f"  {line}" for line in lines), "}"]

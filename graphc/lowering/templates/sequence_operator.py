@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphc.dsl.define import DEFINED, flags_of, on_define, wide_rows
 from graphc.dsl.operator import Operand, SequenceOperator
+from graphc.dsl.registry import DEFINED, flags_of, on_define, wide_rows
 from graphc.dsl.tiles import K, V
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.in_place import PARTIAL

@@ -19,7 +19,7 @@ import torch
 from graphc.dsl.interpret import evaluate
 from graphc.dsl.laws import check
 from graphc.dsl.operator import Definition, SequenceOperator, trace
-from graphc.dsl.tiles import K, V
+from graphc.dsl.tiles import K, SequenceOperatorError, V
 from graphc.ops import library
 
 #: tokens that the reference takes at once; a result depends on it by rounding only
@@ -39,9 +39,14 @@ def on_define(listener: Callable[[str], None]) -> None:
 def define(operator: SequenceOperator) -> torch._ops.OpOverload:
     """Registers graphc::<name>.
 
-    Raises SequenceOperatorError where the expressions do not fit each other, or a law is broken
-    (graphc/dsl/laws.py).
+    Raises SequenceOperatorError where the name is taken, the expressions do not fit each other, or
+    a law is broken (graphc/dsl/laws.py).
     """
+    name = f"graphc.{operator.name}.default"
+    if not operator.name.isidentifier() or hasattr(torch.ops.graphc, operator.name):
+        raise SequenceOperatorError(
+            f"graphc::{operator.name} is defined already, or no name for an operator"
+        )
     check(operator)
 
     def meta(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +56,6 @@ def define(operator: SequenceOperator) -> torch._ops.OpOverload:
         return run(operator, arguments(operator, args, kwargs))
 
     overload = library.define(schema(operator), meta)(reference)
-    name = f"graphc.{operator.name}.default"
     DEFINED[name] = operator
     for listener in _LISTENERS:
         listener(name)

@@ -111,6 +111,47 @@ def test_prefill_and_decode(decoder: Decoder, family: str) -> None:
             assert relative(found, reference(family, ids[: t + 1])) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["qwen3", "kimi_linear"], indirect=True)
+def test_greedy_steps_and_states_against_float64(decoder: Decoder, family: str) -> None:
+    """64 tokens, each the best of the scores before it, and what is remembered behind them."""
+    from transformers import DynamicCache
+
+    model: Any = make(family).double()
+    if family == "kimi_linear":  # grouped products are for floats only
+        model.set_experts_implementation("eager")
+    ids = prompt(family, 40)
+    cache: Any = DynamicCache(config=model.config)
+    with decoder.sequence() as sequence, torch.no_grad():
+        logits = sequence.prefill(ids)
+        given = torch.from_numpy(ids)[None]
+        for _ in range(64):
+            answer = model(input_ids=given, use_cache=True, cache=cache)
+            wanted = answer.logits[0, -1].numpy()
+            assert relative(logits, wanted) < 1e-4
+            token = int(logits.argmax())
+            assert token == int(wanted.argmax())
+            given = torch.tensor([[token]])
+            logits = sequence.decode(token)
+        model(input_ids=given, use_cache=True, cache=cache)
+        states = decoder.session.states
+        for layer, kept in enumerate(cache.layers):
+            if family == "kimi_linear" and layer < 3:
+                held = states[f"state_layers_{layer}_recurrent"][sequence.slot]
+                assert relative(held, kept.recurrent_states[0][0].numpy()) < 1e-4
+                window = states[f"state_layers_{layer}_conv"][sequence.slot]
+                assert relative(window, kept.conv_states[0][0, :, -3:].numpy().T) < 1e-4
+                continue
+            pages = states[f"state_layers_{layer}_rows"][sequence.pages]
+            parts = [kept.keys[0], kept.values[0]]  # [heads, S, D] each
+            if pages.ndim == 4:
+                pages = pages.transpose(0, 2, 1, 3).reshape(-1, pages.shape[1], pages.shape[3])
+                whole = torch.cat(parts).transpose(0, 1).numpy()
+            else:
+                pages = pages.reshape(-1, pages.shape[2])
+                whole = torch.cat([part[0] for part in parts], -1).numpy()
+            assert relative(pages[: sequence.length], whole) < 1e-4
+
+
 def test_pieces_and_single_tokens_give_the_same(decoder: Decoder, family: str) -> None:
     ids = prompt(family, 200)
     with decoder.sequence() as whole, decoder.sequence() as some, decoder.sequence() as single:

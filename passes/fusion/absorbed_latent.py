@@ -157,6 +157,8 @@ def _refusal(
             return "many queries see all keys: expanding the keys is less work"
         if node.argument("soft_cap") or node.argument("sinks") or node.argument("back") is not None:
             return "its scores are changed, or bounded by a window"
+    elif not isinstance(node.argument("indices").type.shape[-1], int):
+        return "whether all keys are chosen depends on a length"
     if weight is None or call.argument("bias") is not None:
         return "keys and values are no plain product of a constant and the rows"
     if not same(query.type.shape[1], key.type.shape[1]):

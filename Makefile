@@ -12,7 +12,7 @@ PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet -c const
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick lint check bench conformance clean
+.PHONY: help venv demo test lint check bench conformance clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -27,10 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv ## build, run and inspect the built-in model; a second time compiles nothing
 	$(GRAPHC) demo
 
-test: venv ## run all tests
-	$(PY) -m pytest
-
-quick: venv ## run the tests that take seconds
+test: venv ## run the tests, those marked as heavy apart
 	$(PY) -m pytest -m "not heavy"
 
 lint: venv ## ruff, format, mypy
@@ -38,7 +35,7 @@ lint: venv ## ruff, format, mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-check: lint ## lint, pyright, then all tests with warnings as errors
+check: lint ## lint, pyright, then all tests, heavy ones too
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest
 

@@ -32,6 +32,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]
     return result
 
 
+@pytest.mark.heavy
 def test_second_demo_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert main(["demo", "-o", str(tmp_path / "demo-plan")]) == 0

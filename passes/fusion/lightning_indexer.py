@@ -54,9 +54,20 @@ def _chosen(indices: Any) -> Node | None:
     return None
 
 
-class _AllKeys(Rule[Node]):
-    name = "every_key_is_chosen"
+class _AllIsChosen(Rule[Node]):
+    """Sparse attention over all that a token sees is attention over the cache."""
+
     roots = frozenset(("graphc.sparse_attention",))
+
+    def rewrite(self, builder: Builder, found: Node, node: Node) -> Sequence[Value]:
+        return builder.call(
+            torch.ops.graphc.cached_attention.default, *node.args[:3], node.argument("start"),
+            scale=node.argument("scale"),
+        )  # fmt: skip
+
+
+class _AllKeys(_AllIsChosen):
+    name = "every_key_is_chosen"
 
     def pattern(self, node: Node, facts: Facts) -> Iterator[Node | Refused]:
         topk = _chosen(node.args[3])
@@ -66,21 +77,14 @@ class _AllKeys(Rule[Node]):
         if same(topk.args[1], scores.type.shape[-1]):
             yield topk
 
-    def rewrite(self, builder: Builder, found: Node, node: Node) -> Sequence[Value]:
-        return builder.call(
-            torch.ops.graphc.cached_attention.default, *node.args[:3], node.argument("start"),
-            scale=node.argument("scale"),
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
-class _AllPools(Rule[Node]):
+class _AllPools(_AllIsChosen):
     """Of an indexer over pools: every whole one, and the tokens behind, are all that is seen."""
 
     symbols: Mapping[str, Symbol]
 
     name = "every_pool_is_chosen"
-    roots = frozenset(("graphc.sparse_attention",))
 
     def pattern(self, node: Node, facts: Facts) -> Iterator[Node | Refused]:
         indices, start = node.argument("indices"), node.argument("start")
@@ -91,12 +95,6 @@ class _AllPools(Rule[Node]):
         pools = largest(as_dim(table.type.shape[1] * pages.type.shape[1]), self.symbols)
         if indexer.argument("start") is start and pools <= indexer.argument("count"):
             yield indexer
-
-    def rewrite(self, builder: Builder, found: Node, node: Node) -> Sequence[Value]:
-        return builder.call(
-            torch.ops.graphc.cached_attention.default, *node.args[:3], node.argument("start"),
-            scale=node.argument("scale"),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
+#: weights stay plain
+NO_CODES = "coded_linear{enabled=no}"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -85,7 +88,7 @@ def machine_options(level: Isa, graphs: int) -> list[str]:
     plan; the user's come behind them."""
     # another graph may read the same weights for many rows, in their plain form
     fast = "avx512_bf16" in level.features and graphs == 1
-    return [] if fast else ["coded_linear{enabled=no}"]
+    return [] if fast else [NO_CODES]
 
 
 @rarely_collected()

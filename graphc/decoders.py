@@ -18,7 +18,7 @@ from msgspec import structs
 from torch.export import Dim
 from torch.utils._sympy.functions import Min
 
-from graphc.api import Options, build_captured, pipeline
+from graphc.api import NO_CODES, Options, build_captured, pipeline
 from graphc.builder import Side
 from graphc.errors import CaptureError, UsageError
 from graphc.frontends.capture import Captured, capture
@@ -42,8 +42,6 @@ TRACED_PAGES, TRACED_SLOTS = 13, 5
 CHUNK = 2048
 BATCH = 8
 TOKENIZER = "tokenizer.json"
-#: several graphs read the weights, some of them for many rows
-NO_CODES = "coded_linear{enabled=no}"
 CAPTURES = 3  # at most, to cover all lengths of a sequence
 #: what a capture says of its range where another capture holds for the rest
 _OWN_NOTES = ("M is proven for", "the model is not proven for the whole range")
@@ -93,6 +91,7 @@ def build(
     Raises GraphcError: one of graphc.errors, with what, where and what to do.
     """
     options = options or Options()
+    # several graphs read the weights, some of them for many rows
     passes = pipeline(options.disable_pass, [NO_CODES, *options.pass_options])
     table = Shapes.load(options.shapes)
     records: list[PassRecord] = []

@@ -17,6 +17,7 @@ from graphc.ir.types import dim_max
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.templates.row_source import (
     RowSource,
+    chunks_of,
     one_dtype,
     row_source,
     same_width,
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
 
 #: BEST_BLOCK of best_positions.h, and keys of a panel at most
 BLOCK, PANEL = 480, 48
-#: up to this many queries (known at build time) the keys of a sequence are cut into chunks, for
-#: several threads; chunks of a full cache have this many keys, about
-FEW, CHUNK, MOST_CHUNKS = 8, 4096, 32
+CHUNK = 4096  # keys of a full cache, about, that a chunk has
 WEIGHT_TYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
 
 
@@ -65,7 +64,7 @@ def choose(ctx: LoweringContext, node: Any, source: RowSource, out: View, *, poo
     batch, queries, heads, d = query.shape
     same_width("an indexer", d, source.width)
     block, most = _block(ctx, queries, heads)
-    chunks = _chunks(ctx, queries, source.capacity)
+    chunks = chunks_of(ctx, queries, source.capacity, CHUNK)
     partial = out
     if ctx.static(chunks) != 1:
         partial = ctx.workspace([batch, queries, chunks, 1 + 2 * count], "int32")
@@ -112,15 +111,6 @@ def _block(ctx: LoweringContext, queries: Dim, heads: Dim) -> tuple[Dim, int]:
     if isinstance(queries, int):
         return max(8, min(most, queries // 32)), most
     return sympy.Max(8, sympy.Min(most, FloorDiv(queries, 32))), most
-
-
-def _chunks(ctx: LoweringContext, queries: Dim, capacity: Dim) -> Dim:
-    known = ctx.static(queries)
-    if known is None or known > FEW:
-        return 1
-    if isinstance(capacity, int):
-        return max(1, min(MOST_CHUNKS, capacity // CHUNK))
-    return sympy.Max(1, sympy.Min(MOST_CHUNKS, FloorDiv(capacity, CHUNK)))
 
 
 def _pairs(capacity: Dim, queries: Dim, count: int, pool: int) -> Dim:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 from torch.utils._sympy.functions import FloorDiv
 
 from graphc.ir.types import dim_max, same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View
 from graphc.lowering.templates.operand import FAST
 from graphc.lowering.work import smaller
+
+#: up to this many queries (known at build time) the rows are cut into chunks, for several threads
+FEW, MOST_CHUNKS = 8, 32
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,17 @@ def same_width(what: str, a: Dim, b: Dim) -> None:
     """Refuses operands whose widths are not known to be the same."""
     if not same(a, b):
         raise Refuse(f"{what}: widths {a} and {b}")
+
+
+def chunks_of(ctx: LoweringContext, queries: Dim, rows: Dim, size: int) -> Dim:
+    """Chunks of about `size` of the rows that are worked on side by side: more than one only where
+    queries are few."""
+    known = ctx.static(queries)
+    if known is None or known > FEW:
+        return 1
+    if isinstance(rows, int):
+        return max(1, min(MOST_CHUNKS, rows // size))
+    return sympy.Max(1, sympy.Min(MOST_CHUNKS, FloorDiv(rows, size)))
 
 
 def seen_pairs(capacity: Dim, queries: Dim, most: Dim | None = None) -> Dim:

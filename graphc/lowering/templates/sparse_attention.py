@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import sympy
-from torch.utils._sympy.functions import FloorDiv
-
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.templates.row_source import (
     RowSource,
+    chunks_of,
     one_dtype,
     row_source,
     same_width,
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
 
 #: ROWS and HEAD of latent_attention.h; heads of a group are the lanes of a vector
 ROWS, HEAD, LANES = 128, 16, {"avx512": 16, "avx2": 8, "portable": 4}
-#: up to this many queries (known at build time) the rows of a query are cut into chunks of about
-#: CHUNK of those it may see, for several threads
-FEW, CHUNK, MOST_CHUNKS = 8, 512, 32
+CHUNK = 512  # rows, about, of those a query may see, that a chunk has
 
 
 @rule("graphc.sparse_attention.default")
@@ -96,7 +92,7 @@ def _emit_latent(
     columns = int(node.argument("latent"))
     (out,) = ctx.outputs(node)
     chosen: Dim = 0 if indices is None else indices.shape[-1]
-    chunks = _chunks(ctx, queries, source.capacity if indices is None else chosen)
+    chunks = chunks_of(ctx, queries, source.capacity if indices is None else chosen, CHUNK)
     record = HEAD + 32 * ceildiv(columns, 32)
     partial = out
     if ctx.static(chunks) != 1:
@@ -135,12 +131,3 @@ def _emit_latent(
             scratch=4 * record,
             label=f"{node.name}.merge",
         )
-
-
-def _chunks(ctx: LoweringContext, queries: Dim, rows: Dim) -> Dim:
-    known = ctx.static(queries)
-    if known is None or known > FEW:
-        return 1
-    if isinstance(rows, int):
-        return max(1, min(MOST_CHUNKS, rows // CHUNK))
-    return sympy.Max(1, sympy.Min(MOST_CHUNKS, FloorDiv(rows, CHUNK)))

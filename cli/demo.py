@@ -12,7 +12,8 @@ from cli.options import BuildOptions
 from cli.plans import PlanFolder
 from cli.render import print_build
 
-PROMPT = "def main(argv=None):\n    "
+PROMPT = "    def test_copy(self):\n        self."
+TOKENS, TEMPERATURE, TOP_P, SEED = 240, 0.8, 0.95, 1
 
 
 @click.command()
@@ -31,13 +32,19 @@ def demo(output: Path, threads: int | None) -> None:
 
     The second time every kernel comes from the cache and nothing is compiled.
     """
+    from graphc.runtime.sampling import Sampler
+
     heading(f"graphc build demo --generate -o {output}")
     report = BuildOptions().build_decoder("demo", output)
     print_build(report, output)
 
-    heading(f"graphc generate {output} --prompt {PROMPT!r} --max-new-tokens 160")
+    heading(
+        f"graphc generate {output} --prompt {PROMPT!r} --max-new-tokens {TOKENS} "
+        f"--temperature {TEMPERATURE} --top-p {TOP_P} --seed {SEED}"
+    )
     click.echo(PROMPT, nl=False)
-    print_rates(stream(output, PROMPT, max_new_tokens=160, threads=threads))
+    sampler = Sampler(TEMPERATURE, top_p=TOP_P, seed=SEED)
+    print_rates(stream(output, PROMPT, max_new_tokens=TOKENS, sampler=sampler, threads=threads))
 
     folder = PlanFolder.open(output)
     for view in ("summary", "passes", "memory"):

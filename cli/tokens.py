@@ -50,16 +50,7 @@ class Tokens:
             return lambda token: decoder.decode(bytes([token])) if token < 256 else ""
         if self._known is None:
             return lambda token: f"{token} "
-        seen: list[int] = []
-        told = ""
+        from tokenizers.decoders import DecodeStream
 
-        def text(token: int) -> str:
-            nonlocal told
-            seen.append(token)
-            whole = str(self._known.decode(seen))
-            if whole.endswith("\N{REPLACEMENT CHARACTER}"):
-                return ""
-            new, told = whole[len(told) :], whole
-            return new
-
-        return text
+        known, decoded = self._known, DecodeStream(skip_special_tokens=True)
+        return lambda token: decoded.step(known, token) or ""

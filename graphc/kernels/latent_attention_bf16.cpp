@@ -1,4 +1,5 @@
 // Attention over latent rows of bf16: see latent_attention.h.
+#pragma graphc vectors_by_hand
 #include "latent_attention.h"
 
 #if defined(__AVX512BF16__)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from cli.fusion import fusion, print_fusion
 from cli.inputs import make_lengths
 from cli.plans import PlanFolder
 from cli.render import (
@@ -28,7 +29,8 @@ from cli.roofline import print_roofline, roofline
 from graphc.report import TuningRecord
 
 VIEWS = (
-    "summary", "passes", "graph", "memory", "kernels", "buckets", "fallbacks", "tuning", "roofline",
+    "summary", "passes", "fusion", "graph", "memory", "kernels", "buckets", "fallbacks", "tuning",
+    "roofline",
 )  # fmt: skip
 
 
@@ -60,6 +62,7 @@ def inspect(
     \b
     summary    model, inputs and outputs, sizes, what ran from the cache
     passes     each pass: matches and refusals with reasons and lines of your model
+    fusion     fusions with counts; launches and bytes by kind of layer; refusals
     graph      the graph after all passes
     memory     arena, lower bound, and which buffer lives when
     kernels    each kernel with its uses; --kernel NAME prints its source
@@ -95,8 +98,10 @@ def as_data(folder: PlanFolder, view: str) -> dict[str, object]:
     plan, report = folder.plan, folder.report
     if view == "graph":
         return {"graph": folder.graph_text()}
+    if view == "fusion":
+        return {"fusion": fusion(report)}
     if view == "summary":
-        summary = {k: v for k, v in report.to_dict().items() if k not in VIEWS}
+        summary = {k: v for k, v in report.to_dict().items() if k not in (*VIEWS, "layers")}
         tables = {
             "inputs": plan.inputs,
             "outputs": [output.tensor for output in plan.outputs],
@@ -146,6 +151,10 @@ def _summary(folder: PlanFolder) -> None:
 
 def _passes(folder: PlanFolder) -> None:
     print_passes(folder.report.passes)
+
+
+def _fusion(folder: PlanFolder) -> None:
+    print_fusion(folder.report)
 
 
 def _graph(folder: PlanFolder) -> None:
@@ -228,6 +237,7 @@ def _gain(record: TuningRecord) -> str:
 _TEXT = {
     "summary": _summary,
     "passes": _passes,
+    "fusion": _fusion,
     "graph": _graph,
     "memory": _memory,
     "kernels": _kernels,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import graphc
+from graphc.lowering.layers import Layers
 from graphc.lowering.program import evaluate
 from graphc.lowering.steps import KernelStep, Lowered
 from graphc.plan import Plan, Program
@@ -15,6 +17,7 @@ from graphc.report import (
     FallbackRecord,
     Interval,
     KernelRecord,
+    LayerRecord,
     MemoryRecord,
     PassRecord,
     StageRecord,
@@ -23,11 +26,15 @@ from graphc.report import (
 )
 from graphc.toolchain.compile import CompileReport
 
+if TYPE_CHECKING:
+    from graphc.ir.graph import Graph
+
 
 def build_report(
     plan: Plan,
     sides: Sequence[tuple[str, Lowered]],
     programs: Sequence[tuple[Program, Lowered]],
+    origins: Sequence[Graph],
     objects: CompileReport,
     *,
     source: str,
@@ -39,8 +46,9 @@ def build_report(
     notes: Sequence[str],
     tuning: list[TuningRecord],
 ) -> BuildReport:
-    """What `graphc inspect` shows. `sides` are the lowered graphs with their phases, `programs`
-    the step tables with the graph each is of; `sources` names the file of each kernel symbol."""
+    """What `graphc inspect` shows. `sides` are the lowered graphs with their phases, `origins`
+    these graphs before all passes, `programs` the step tables with the graph each is of; `sources`
+    names the file of each kernel symbol."""
     lowered = [side for _, side in sides]
     return BuildReport(
         model=plan.model,
@@ -71,7 +79,19 @@ def build_report(
         weights=len({w.offset for w in plan.weights}),
         notes=[*notes, *objects.notes],
         tuning=tuning,
+        layers=_layers(lowered, origins, programs),
     )  # fmt: skip
+
+
+def _layers(
+    sides: Sequence[Lowered], origins: Sequence[Graph], programs: Sequence[tuple[Program, Lowered]]
+) -> list[LayerRecord]:
+    tables = {id(side): Layers(graph, side) for side, graph in zip(sides, origins, strict=True)}
+    return [
+        record
+        for program, side in programs
+        for record in tables[id(side)].records(program.phase, program.bucket, program.limits)
+    ]
 
 
 def _kernels(

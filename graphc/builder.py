@@ -68,6 +68,7 @@ class Side:
     phase: str
     buckets: Callable[[Mapping[str, tuple[int, int]]], list[Bucket]]
     fixed: Mapping[str, int] = field(default_factory=dict)
+    origin: Graph | None = None  # as the model was captured, where passes made `graph` of it
 
 
 @dataclass
@@ -252,9 +253,9 @@ class _Build:
             report = build_report(
                 plan, [(a.phase, side) for a, side in zip(request.sides, sides, strict=True)],
                 [(p, next(x for x in sides if x.graph is t.graph)) for p, t in planned],
-                objects, source=request.source, compiler=compiler.identity,
-                level=request.isa.level, stages=self.stages, passes=records, sources=sources,
-                notes=request.captured.notes, tuning=self.tuned,
+                [a.origin or a.graph for a in request.sides], objects, source=request.source,
+                compiler=compiler.identity, level=request.isa.level, stages=self.stages,
+                passes=records, sources=sources, notes=request.captured.notes, tuning=self.tuned,
             )  # fmt: skip
             files: dict[str, Content] = {
                 **request.files,

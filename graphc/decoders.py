@@ -60,10 +60,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Phases:
-    """The graphs by phase, and how sequences live in their states."""
+    """The graphs by phase, each with what it was captured as, and how sequences live in their
+    states."""
 
     captured: Captured
     graphs: tuple[tuple[str, Graph], ...]
+    origins: tuple[Graph, ...]
     decoder: DecoderPlan
 
 
@@ -171,16 +173,19 @@ def capture_decoder(
         sizes[value.name] = spec.content(pages=pages, page=page, slots=slots)
     one, many = {"B": 1}, {"T": 1}
     graphs: list[tuple[str, Graph]] = []
+    origins: list[Graph] = []
     room: list[tuple[int, int]] = []
-    for graph in (prepare(made.graph) for made in captures):
+    for origin in (made.graph for made in captures):
+        graph = prepare(origin)
         for stretch in _stretches(graph, page):
             tokens, batch_range = (1, limits.chunk), (1, limits.batch)
             prefill = specialise(graph, one, {"T": tokens, "M": stretch}, sizes)
             decode = specialise(graph, many, {"B": batch_range, "M": stretch}, sizes)
             graphs += [("prefill", prefill), ("decode", decode)]
+            origins += [origin, origin]
             room.append(stretch)
     facts = DecoderPlan(page, pages, slots, limits.chunk, limits.batch, limits.context, rows, fixed)
-    return Phases(captured, tuple(graphs), structs.replace(facts, columns=room))
+    return Phases(captured, tuple(graphs), tuple(origins), structs.replace(facts, columns=room))
 
 
 def _captures(
@@ -272,4 +277,7 @@ def phase_sides(phases: Phases, table: Shapes, names: Sequence[str]) -> list[Sid
         return made
 
     fixed = {"prefill": {"B": 1}, "decode": {"T": 1}}
-    return [Side(graph, phase, buckets, fixed[phase]) for phase, graph in phases.graphs]
+    return [
+        Side(graph, phase, buckets, fixed[phase], origin)
+        for (phase, graph), origin in zip(phases.graphs, phases.origins, strict=True)
+    ]

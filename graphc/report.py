@@ -17,11 +17,13 @@ FORMAT = 1
 
 
 class Match(msgspec.Struct, frozen=True):
-    """A place where a rule applied: the rule, the graph node, the user's source line."""
+    """A place where a rule applied: the rule, the graph node, the user's source line, the bytes
+    of the node's results."""
 
     rule: str
     node: str
     where: str = ""
+    nbytes: int = 0
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -34,11 +36,12 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class PassRecord(msgspec.Struct, frozen=True):
-    """One pass on one phase. `launches_removed` counts operators that no longer run on their own;
-    `bytes_removed` is intermediate traffic at the largest bucket, `weight_bytes_removed` what the
-    weights take less (negative: more). max_abs/max_rel are the largest
-    differences of any output against the graph before the pass (max_rel relative to the output's
-    largest value); None when not verified."""
+    """One pass on one phase. `kind` is the sort of pass it is (folder of passes/).
+    `launches_removed` counts operators that no longer run on their own; `bytes_removed` is what
+    they no longer write, `reads_removed` what they no longer read of each other's results, both at
+    the largest bucket; `weight_bytes_removed` is what the weights take less (negative: more).
+    max_abs/max_rel are the largest differences of any output against the graph before the pass
+    (max_rel relative to the output's largest value); None when not verified."""
 
     name: str
     phase: str
@@ -51,6 +54,8 @@ class PassRecord(msgspec.Struct, frozen=True):
     launches_removed: int = 0
     bytes_removed: int = 0
     weight_bytes_removed: int = 0
+    reads_removed: int = 0
+    kind: str = ""
     max_abs: float | None = None
     max_rel: float | None = None
 
@@ -114,6 +119,33 @@ class BucketRecord(msgspec.Struct, frozen=True):
     fallbacks: int
 
 
+class LayerRecord(msgspec.Struct, frozen=True):
+    """What became of one kind of part of the model (class of its modules) in one program, at the
+    limits of its bucket.
+
+    modules: how many there are. captured: operators of graphc that stood in the model from the
+    start, by the hooks of its family; operators: those that Steps are of. launches, bytes and
+    largest are of the model as it is written in torch (`_before`) and of the plan (`_after`):
+    operators that compute and Steps; bytes read and written of what the run itself makes; and the
+    largest tensor of that, in bytes and as text.
+    """
+
+    kind: str
+    phase: str
+    bucket: str
+    modules: int
+    launches_before: int
+    launches_after: int
+    bytes_before: int
+    bytes_after: int
+    largest_before: int
+    largest_after: int
+    tensor_before: str = ""
+    tensor_after: str = ""
+    captured: dict[str, int] = {}
+    operators: dict[str, int] = {}
+
+
 class SymbolRecord(msgspec.Struct, frozen=True):
     """A length known only at run time, with its captured range."""
 
@@ -174,6 +206,7 @@ class BuildReport(msgspec.Struct, frozen=True):
     weights: int = 0
     notes: list[str] = []
     tuning: list[TuningRecord] = []
+    layers: list[LayerRecord] = []
     format: int = FORMAT
 
     @property

@@ -56,6 +56,7 @@ from graphc.report import (
     FallbackRecord,
     Interval,
     KernelRecord,
+    LayerRecord,
     Match,
     MemoryRecord,
     PassRecord,
@@ -104,6 +105,7 @@ REPORT = BuildReport(
     kernels=[KernelRecord("k0", "sources/k0.cpp", 3, True, "linear", ["%4"], ["model.py:8"])],
     fallbacks=[FallbackRecord("aten.nonzero.default", "%5", "its size depends on data")],
     compile=CompileRecord(3, 1, 2, 0.5, "g++ 12", "avx2"),
+    layers=[LayerRecord("Attn", "prefill", "2K", 2, 40, 3, 4096, 512, 1024, 256)],
 )
 
 
@@ -493,6 +495,7 @@ def test_places_and_ranges() -> None:
     [
         ("summary", ["demo", "T: 1 to 2048", "x: float32[1, T, 4]", "T <= 2048", "aten.nonzero"]),
         ("passes", ["fuse-norm", "12 -> 9", "model.py:7", "epsilon is no number", "model.py:9"]),
+        ("fusion", ["fuse-norm", "2 layer_norm", "epsilon is no number", "Attn", "40 -> 3"]),
         ("graph", ["%0: f32[1,T,4] = input x"]),
         ("memory", ["arena", "lower bound", "no reuse", "5.0 KiB", "█"]),
         ("kernels", ["k0", "linear", "model.py:8"]),

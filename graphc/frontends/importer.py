@@ -13,7 +13,7 @@ from graphc.errors import CaptureError, UnsupportedError
 from graphc.frontends import guards
 from graphc.frontends.aliases import overlapping, shared_state, window
 from graphc.frontends.lengths import simplify_rounding
-from graphc.frontends.locations import traced_at
+from graphc.frontends.locations import module_of, traced_at
 from graphc.frontends.naming import Asked, Place, int_range
 from graphc.frontends.scalars import Scalars
 from graphc.ir.graph import Graph, Guard, Node, Value, make_node, prune
@@ -397,7 +397,7 @@ class Importer:
         kwargs = {k: self._argument(v) for k, v in fx_node.kwargs.items() if k not in _PLACEMENT}
         args = tuple(self._argument(a) for a in fx_node.args)
         types = [self._result(v) for v in flat]
-        node = make_node(target, args, kwargs, fx_node.name, types, where)
+        node = make_node(target, args, kwargs, fx_node.name, types, where, module_of(fx_node.meta))
         self._nodes.append(node)
         if name.startswith("aten.squeeze."):
             self._kept_dims(node)

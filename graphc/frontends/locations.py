@@ -42,6 +42,27 @@ def traced_at(meta: Mapping[str, Any]) -> str:
     return found or str((meta.get("custom") or {}).get(_PART, ""))
 
 
+def module_of(meta: Mapping[str, Any]) -> str:
+    """ "layers.0.self_attn KimiDeltaAttention": path and class of the part of a model that an fx
+    node's call belongs to; "" if unknown.
+
+    Of layers with numbers it is what such a layer is made of, of all else the innermost module.
+    """
+    modules = meta.get("nn_module_stack") or {}
+    stack = [(str(path), _class(kind)) for path, kind in modules.values() if path]
+    for place, (path, kind) in enumerate(stack):
+        if any(name.isdigit() for name in path.split(".")):
+            whole = stack[place + 1] if place + 1 < len(stack) else (path, kind)
+            return " ".join(whole)
+    return " ".join(stack[-1]) if stack else ""
+
+
+def _class(kind: Any) -> str:
+    """A class's own name, of the class or of "package.Class"."""
+    name = kind.__name__ if isinstance(kind, type) else str(kind)
+    return name.rpartition(".")[2]
+
+
 def raised_at(error: BaseException, root: str = "") -> str:
     """ "path/net.py:12": the innermost frame of the user's code (below `root` if given) that an
     exception, or one it stems from, passed through."""

@@ -38,7 +38,8 @@ class Node:
     """One operator call.
 
     args/kwargs hold Values, Dims (sympy), Python scalars, dtypes, and tuples of these.
-    `location` is the user's source line ("model.py:12"), never part of the canonical text.
+    `location` is the user's source line ("model.py:12"), `module` the part of the model that called
+    it ("layers.0.self_attn KimiAttention"); neither is part of the canonical text.
     """
 
     op: torch._ops.OpOverload
@@ -47,6 +48,7 @@ class Node:
     name: str
     location: str = ""
     outputs: tuple[Value, ...] = ()
+    module: str = ""
 
     @property
     def target(self) -> str:
@@ -160,8 +162,9 @@ class Builder:
         self._names |= {v.name for v in (*graph.inputs, *graph.weights, *graph.states)}
         self._counter = 0
         self._uses: dict[Value, list[Node]] | None = None
-        #: source line that calls without one of their own are given
+        #: source line and module that calls without their own are given
         self.location = ""
+        self.module = ""
 
     def of(self, value: Any) -> Any:
         """The new Value for an old one (identity for what was not replaced)."""
@@ -212,7 +215,8 @@ class Builder:
         new_kwargs = map_tree(self.of, kwargs)
         types = self.types.infer(op, new_args, new_kwargs)
         name = name or self.fresh(op._schema.name.split("::")[-1])
-        node = make_node(op, new_args, new_kwargs, name, types, location or self.location)
+        where = location or self.location
+        node = make_node(op, new_args, new_kwargs, name, types, where, self.module)
         self._nodes.append(node)
         return node.outputs
 
@@ -248,7 +252,7 @@ class Builder:
                 types = self.types.infer(op, args, kwargs)
         else:
             types = tuple(v.type for v in node.outputs)
-        new = make_node(op, args, kwargs, node.name, types, node.location)
+        new = make_node(op, args, kwargs, node.name, types, node.location, node.module)
         self._nodes.append(new)
         for old, fresh in zip(node.outputs, new.outputs, strict=True):
             self._map[old] = fresh
@@ -275,9 +279,10 @@ def make_node(
     name: str,
     types: Sequence[Any],
     location: str = "",
+    module: str = "",
 ) -> Node:
     """A node and its result Values (named name, name.1, name.2, ...)."""
-    node = Node(op, args, kwargs, name, location)
+    node = Node(op, args, kwargs, name, location, module=module)
     outputs = tuple(
         Value("node", name if i == 0 else f"{name}.{i}", t, node, i) for i, t in enumerate(types)
     )

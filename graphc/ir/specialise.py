@@ -131,7 +131,7 @@ class _Specialiser:
     def _node(self, node: Node) -> Node:
         args, kwargs = map_tree(self._of, node.args), map_tree(self._of, dict(node.kwargs))
         types = self.types.infer(node.op, args, kwargs)
-        new = make_node(node.op, args, kwargs, node.name, types, node.location)
+        new = make_node(node.op, args, kwargs, node.name, types, node.location, node.module)
         self.values.update(zip(node.outputs, new.outputs, strict=True))
         return new
 

@@ -36,7 +36,7 @@ def expand(graph: Graph) -> Graph:
     """Replaces every composite node that has an expansion."""
     builder = Builder(graph)
     for node in graph.nodes:
-        builder.location = node.location
+        builder.location, builder.module = node.location, node.module
         rule = EXPANSIONS.get(node.target)
         made = rule(builder, node) if rule else None
         if made is None:

@@ -42,11 +42,12 @@ _TOKEN = re.compile(
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of a Step. kept: read of what outlives a run (weights, states, inputs); read: read of
-    what the run itself made."""
+    what the run itself made; made: written of what does not outlive it."""
 
     kept: Dim
     read: Dim
     written: Dim
+    made: Dim
 
 
 def loop_flops(loop: Loop) -> Dim:
@@ -87,14 +88,16 @@ def traffic(step: KernelStep, buffers: Sequence[BufferInfo]) -> Traffic:
     kept: Dim = 0
     read: Dim = 0
     written: Dim = 0
+    made: Dim = 0
     for number, nbytes in _per_buffer(reads, buffers).items():
         if buffers[number].kind in KEPT:
             kept = kept + nbytes
         else:
             read = read + nbytes
-    for nbytes in _per_buffer(writes, buffers).values():
+    for number, nbytes in _per_buffer(writes, buffers).items():
         written = written + nbytes
-    return Traffic(as_dim(kept), as_dim(read), as_dim(written))
+        made = made + (0 if buffers[number].kind in KEPT else nbytes)
+    return Traffic(as_dim(kept), as_dim(read), as_dim(written), as_dim(made))
 
 
 Touched = list[tuple[View, Dim]]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+#: the readable truth by operator, in plain torch
+REFERENCES: dict[str, Callable[..., Any]] = {}
 LIBRARY = torch.library.Library("graphc", "DEF")
 
 
@@ -22,6 +24,7 @@ def define(
 
     def register(reference: Callable[..., Any]) -> torch._ops.OpOverload:
         name = schema.split("(")[0]
+        REFERENCES[name] = reference
         LIBRARY.define(schema)
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"graphc::{name}", meta, lib=LIBRARY)

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import sympy
+from msgspec.structs import replace
 
 from graphc.errors import InternalError, NumericsError
-from graphc.ir.graph import Graph, Node
+from graphc.ir.graph import Graph, Node, Value
 from graphc.ir.run import Outcome, evaluate, run
 from graphc.ir.text import print_graph
 from graphc.ir.types import UNBOUNDED, Dim, TensorType, itemsize
 from graphc.ir.verify import verify as check
-from graphc.report import PassRecord
+from graphc.report import Match, PassRecord
 from graphc.rewrite.numerics import Difference, Samples, compare, runnable, tolerance
 from graphc.rewrite.options import describe
 from graphc.rewrite.rules import Log, Pass
@@ -113,7 +114,7 @@ def _record(
     one: Pass, log: Log, phase: str, seconds: float, before: Graph, after: Graph,
     worst: Difference | None, limits: Mapping[str, int],
 ) -> PassRecord:  # fmt: skip
-    launches, traffic = _work(before, limits), _work(after, limits)
+    work, left = _work(before, limits), _work(after, limits)
     return PassRecord(
         name=one.name,
         phase=phase,
@@ -121,25 +122,48 @@ def _record(
         nodes_before=len(before.nodes),
         nodes_after=len(after.nodes),
         options=describe(one),
-        matches=log.matches,
+        kind=type(one).__module__.split(".")[-2] if "." in type(one).__module__ else "",
+        matches=_with_sizes(log.matches, before, limits),
         refusals=log.refusals,
-        launches_removed=launches[0] - traffic[0],
-        bytes_removed=launches[1] - traffic[1],
+        launches_removed=work[0] - left[0],
+        bytes_removed=work[1] - left[1],
+        reads_removed=work[2] - left[2],
         weight_bytes_removed=_weight_bytes(before) - _weight_bytes(after),
         max_abs=None if worst is None else worst.max_abs,
         max_rel=None if worst is None else worst.max_rel,
     )
 
 
-def _work(graph: Graph, limits: Mapping[str, int]) -> tuple[int, int]:
-    """(operators that compute, bytes of their results)."""
+def _work(graph: Graph, limits: Mapping[str, int]) -> tuple[int, int, int]:
+    """(operators that compute, bytes of their results, bytes of these that operators read)."""
+    sizes = _sizes(graph, limits)
+    computing = [n for n in graph.nodes if not is_view(n)]
+    known: dict[Dim, int] = {}
+    written = sum(_bytes(n.outputs, sizes, known) for n in computing)
+    read = sum(_bytes([v for v in dict.fromkeys(n.inputs()) if v.producer], sizes, known)
+               for n in computing)  # fmt: skip
+    return len(computing), written, read
+
+
+def _sizes(graph: Graph, limits: Mapping[str, int]) -> dict[sympy.Symbol, int]:
     sizes: dict[sympy.Symbol, int] = {}
     for info in graph.symbols.values():
         bound = info.maximum if info.maximum < UNBOUNDED else _LENGTH
         sizes[info.expr] = limits.get(info.name, min(bound, _LENGTH))
-    computing = [n for n in graph.nodes if not is_view(n)]
+    return sizes
+
+
+def _with_sizes(matches: Sequence[Match], graph: Graph, limits: Mapping[str, int]) -> list[Match]:
+    """The matches with the bytes of what stood there."""
+    if not matches:
+        return []
+    sizes = _sizes(graph, limits)
     known: dict[Dim, int] = {}
-    return len(computing), sum(_bytes(n, sizes, known) for n in computing)
+    nodes = {node.name: node for node in graph.nodes}
+    return [
+        replace(m, nbytes=_bytes(nodes[m.node].outputs, sizes, known)) if m.node in nodes else m
+        for m in matches
+    ]
 
 
 def _weight_bytes(graph: Graph) -> int:
@@ -152,9 +176,11 @@ def is_view(node: Node) -> bool:
     return bool(returns) and all(r.alias_info is not None for r in returns)
 
 
-def _bytes(node: Node, sizes: Mapping[sympy.Symbol, int], known: dict[Dim, int]) -> int:
+def _bytes(
+    values: Sequence[Value], sizes: Mapping[sympy.Symbol, int], known: dict[Dim, int]
+) -> int:
     total = 0
-    for value in node.outputs:
+    for value in values:
         if isinstance(value.type, TensorType):
             count = itemsize(value.type.dtype)
             for dim in value.type.shape:

@@ -109,7 +109,7 @@ def apply_rules(graph: Graph, rules: Iterable[Rule[Any]], log: Log) -> Graph:
     builder = Builder(graph)
     changed = False
     for node in graph.nodes:
-        builder.location = node.location
+        builder.location, builder.module = node.location, node.module
         for rule in table.get(packet(node), ()):
             made = _attempt(rule, node, facts, builder, log)
             if made is not None:

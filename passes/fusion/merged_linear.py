@@ -30,7 +30,7 @@ class MergedLinear:
             return graph
         builder = Builder(graph)
         for node in graph.nodes:
-            builder.location = node.location
+            builder.location, builder.module = node.location, node.module
             if node in groups:
                 _merge(groups[node], builder, log)
             elif not any(node in group for group in groups.values()):

@@ -45,12 +45,27 @@ GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 GC_INLINE vf rectified(vf x) { return vf{} > x ? vf{} : x; }  // NaN stays NaN
 
+// The keys of the panel after this one, asked for bit by bit while this one is scored: what a single
+// query does with a key takes no longer than memory needs to deliver it. Step i of a tile asks for
+// `lines` cache lines, from the `first`th on, of `rows` rows.
+struct Ahead {
+  const char* const* row;  // [PANEL_KEYS]
+  int64_t rows, first, lines;
+
+  inline __attribute__((always_inline)) void fetch(int64_t i) const {
+    const int64_t end = min64(PANEL_KEYS, (i + 1) * rows);
+    for (int64_t r = i * rows; r < end; r++)
+      for (int64_t l = first; l < first + lines; l++) __builtin_prefetch(row[r] + 64 * l, 0, 2);
+  }
+};
+
 // scores[PANEL_KEYS] += weights . relu(q [steps][R] . panel [steps][PANEL_KEYS])
 template <class A, int R>
 GC_INLINE void score_tile(const typename A::item* q, const typename A::item* panel, int64_t steps,
-                          const float* weights, float* scores) {
+                          const float* weights, float* scores, const Ahead& ahead) {
   vf acc[R][PANEL_VECTORS] = {};
   for (int64_t i = 0; i < steps; i++, q += R, panel += PANEL_KEYS) {
+    if (ahead.lines) ahead.fetch(i);
     typename A::vec k[PANEL_VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < PANEL_VECTORS; v++) k[v] = load<typename A::vec>(panel + v * VL);
@@ -87,13 +102,21 @@ template <class F> GC_INLINE void for_heads(int64_t heads, F f) {
   if (h < heads) f(h, Rows<1>());
 }
 
+// next: the rows, of row_bytes, of the panel after this one, to be asked for; may be null.
 template <class A>
 static void score_panel(const typename A::item* q, const typename A::item* panel, int64_t steps,
-                        int64_t heads, const float* weights, float* scores) {
+                        int64_t heads, const float* weights, float* scores,
+                        const char* const* next, int64_t row_bytes) {
 #pragma GCC unroll 4
   for (int v = 0; v < PANEL_VECTORS; v++) store(scores + v * VL, vf{});
+  const int64_t tiles = (heads + TILE_HEADS - 1) / TILE_HEADS, lines = (row_bytes + 63) / 64;
   for_heads(heads, [&](int64_t h, auto rows) __attribute__((always_inline)) {
-    score_tile<A, decltype(rows)::count>(q + h * steps, panel, steps, weights + h, scores);
+    Ahead ahead = {next, (PANEL_KEYS + steps - 1) / steps, 0, 0};
+    if (next && h % TILE_HEADS == 0) {
+      ahead.first = h / TILE_HEADS * lines / tiles;
+      ahead.lines = (h / TILE_HEADS + 1) * lines / tiles - ahead.first;
+    }
+    score_tile<A, decltype(rows)::count>(q + h * steps, panel, steps, weights + h, scores, ahead);
   });
 }
 
@@ -192,19 +215,25 @@ template <class T, class A> struct Indexer {
           weight_at(args->ptr[1], s->weight_type, b * s->w_b + t * s->w_t + h * s->w_h);
   }
 
-  // Scores the queries [first, rows), which see seen(i) keys, against the keys [k, k + n).
+  // Scores the queries [first, rows), which see seen(i) keys, against the keys [k, k + n). `end`:
+  // of the keys that will be wanted.
   template <class F>
-  void score_block(int64_t b, int64_t k, int64_t n, int64_t first, int64_t rows, F seen) {
-    const T* places[BEST_BLOCK];
-    source.find(b, k, n, places);
-    for (int64_t j = n; j % 8; j++) places[j] = source.zeros;
+  void score_block(int64_t b, int64_t k, int64_t n, int64_t end, int64_t first, int64_t rows,
+                   F seen) {
+    const T* places[BEST_BLOCK + PANEL_KEYS];
+    const int64_t known = min64(end - k, n + PANEL_KEYS);
+    source.find(b, k, known, places);
+    for (int64_t j = known; j < n + PANEL_KEYS; j++) places[j] = source.zeros;
     for (int64_t j = 0; j < n; j += PANEL_KEYS) {
       for (int64_t r = j; r < min64(n, j + PANEL_KEYS); r += 8)
         pack_keys(places + r, s->d, panel + (r - j));
+      const char* const* next = (const char* const*)(places + j + PANEL_KEYS);
+      if (j + PANEL_KEYS >= known) next = nullptr;
       for (int64_t i = first; i < rows; i++) {
         if (seen(i) <= k + j) continue;
         score_panel<A>(queries + i * s->heads * steps, panel, steps, s->heads, weights + i * s->heads,
-                       scores + i * BEST_BLOCK + j);
+                       scores + i * BEST_BLOCK + j, next, s->d * (int64_t)sizeof(T));
+        next = nullptr;
       }
     }
   }
@@ -232,7 +261,7 @@ template <class T, class A> struct Indexer {
     };
     for (int64_t k = begin; k < end; k += BEST_BLOCK) {
       const int64_t n = min64(BEST_BLOCK, end - k);
-      score_block(b, k, n, first, rows, seen);
+      score_block(b, k, n, end, first, rows, seen);
       for (int64_t i = first; i < rows; i++) {
         const int64_t shown = min64(n, seen(i) - k);
         if (shown > 0) best[i].offer(scores + i * BEST_BLOCK, shown, k);

@@ -5,6 +5,7 @@ from passes.fusion.absorbed_latent import AbsorbedLatent
 from passes.fusion.activation import Activation
 from passes.fusion.attention import Attention
 from passes.fusion.causal_attention import CausalAttention
+from passes.fusion.chosen_keys import ChosenKeys
 from passes.fusion.grouped_query import GroupedQuery
 from passes.fusion.layer_norm import LayerNorm
 from passes.fusion.lightning_indexer import LightningIndexer
@@ -46,6 +47,7 @@ PIPELINE: tuple[Pass, ...] = (
     RmsNorm(),
     SplitAttention(),  # keys in parts become one matrix, before attention looks for it
     Attention(),  # scores never in memory
+    ChosenKeys(),  # before causal_attention, which would take the mask apart
     CausalAttention(),  # half the work where the mask is a triangle
     GroupedQuery(),  # keys and values read once per group of heads
     LightningIndexer(),  # scores and choice of keys in one, or no choice at all

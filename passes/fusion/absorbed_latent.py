@@ -19,6 +19,7 @@ from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import Dim, as_dim, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import operand, packet_of
+from passes.fusion.dense_rows import DenseRows, dense_rows
 from passes.fusion.paged_rows import (
     Rows,
     base_of,
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AbsorbedLatent:
-    """Sparse attention, and attention of one token, over rows in pages."""
+    """Sparse attention over rows in pages or in tensors, and attention of one token over pages."""
 
     name: ClassVar[str] = "absorbed_latent"
 
@@ -43,7 +44,7 @@ class AbsorbedLatent:
 
 @dataclass(frozen=True)
 class _Found:
-    rows: Rows
+    rows: Rows | DenseRows
     weight: torch.Tensor  # [H * (n + v), L]
     nope: int
     rope: int
@@ -63,7 +64,9 @@ class _Absorbed(Rule[_Found]):
         linear = base_of(made_keys.source)
         if packet_of(linear) != "aten.linear":
             return
-        rows = read_rows(base_of(operand(linear)))
+        rows: Rows | DenseRows | None = read_rows(base_of(operand(linear)))
+        if rows is None and packet_of(node.outputs[0]) == "graphc.sparse_attention":
+            rows = dense_rows(operand(linear), rope, node, facts)
         if rows is None:
             return
         weight = facts.weight(operand(linear, 1))
@@ -74,11 +77,10 @@ class _Absorbed(Rule[_Found]):
         if refusal is None and not _is_expansion(made_keys.source, linear, nope + width):
             refusal = "the heads are laid out in another way"
         rope_width = 0
-        if refusal is None and rope is not None:
+        if rope is not None:
             rope_width = int(rope.type.shape[3])
-            refusal = _other_rope(rope, rows, rope_width)
-        if refusal is None and not same(row_width(rows.pages), rows.width + rope_width):
-            refusal = "rows hold more than latent and rope"
+        if refusal is None and isinstance(rows, Rows):
+            refusal = _other_row(rope, rows, rope_width)
         if refusal is not None:
             yield Refused(refusal)
             return
@@ -101,9 +103,13 @@ class _Absorbed(Rule[_Found]):
             turned = builder.call1(aten.permute.default, turned, (0, 2, 1, 3))
             asked = builder.call1(aten.cat.default, (asked, turned), -1)
         sparse = packet_of(node.outputs[0]) == "graphc.sparse_attention"
+        places = (node.argument("start"), node.argument("indices") if sparse else None)
+        if isinstance(found.rows, Rows):
+            source = (found.rows.pages, found.rows.table, *places)
+        else:
+            source = found.rows.places(builder, *places)
         seen = builder.call1(
-            torch.ops.graphc.latent_attention.default, asked, found.rows.pages, found.rows.table,
-            node.argument("start"), node.argument("indices") if sparse else None, latent=latent,
+            torch.ops.graphc.latent_attention.default, asked, *source, latent=latent,
             scale=node.argument("scale"),
         )  # fmt: skip
         return [_by_head(builder, seen, up)]
@@ -145,8 +151,9 @@ def _parts(key: Value) -> tuple[Value, Value | None]:
 
 
 def _refusal(
-    node: Node, query: Value, key: Value, linear: Value, rows: Rows, weight: torch.Tensor | None
-) -> str | None:
+    node: Node, query: Value, key: Value, linear: Value, rows: Rows | DenseRows,
+    weight: torch.Tensor | None,
+) -> str | None:  # fmt: skip
     length = query.type.shape[2]
     call = linear.producer
     assert call is not None
@@ -163,7 +170,9 @@ def _refusal(
         return "keys and values are no plain product of a constant and the rows"
     if not same(query.type.shape[1], key.type.shape[1]):
         return "heads of the query share keys"
-    if rows.offset != 0 or not heads_of_rows(_four(operand(linear)), rows, 1, rows.width):
+    if isinstance(rows, Rows) and (
+        rows.offset != 0 or not heads_of_rows(_four(operand(linear)), rows, 1, rows.width)
+    ):
         return "the latent is a part of the rows"
     return None
 
@@ -186,8 +195,12 @@ def _is_expansion(source: Value, linear: Value, width: int) -> bool:
     )  # fmt: skip
 
 
-def _other_rope(rope: Value, rows: Rows, width: int) -> str | None:
+def _other_row(rope: Value | None, rows: Rows, width: int) -> str | None:
     """Why the shared part of the keys is not the rest of the rows."""
+    if not same(row_width(rows.pages), rows.width + width):
+        return "rows hold more than latent and rope"
+    if rope is None:
+        return None
     shared = operand(rope) if packet_of(rope) == "aten.expand" else rope
     found = read_rows(base_of(shared))
     if found is None or found.pages is not rows.pages or found.table is not rows.table:

@@ -35,16 +35,23 @@ class LightningIndexer:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Scores:
+    """factor * sum over h of weights[..., h] * relu(query[..., h] . key)."""
+
     query: Value  # [B, T, H, D]
     weights: Value  # [B, T, H]
     factor: float
     key: Value  # [B, S, D]
+
+
+@dataclass(frozen=True)
+class _Found:
+    scores: Scores
     start: Value
     count: int
 
 
-def _chosen(indices: Any) -> Node | None:
+def chosen_by(indices: Any) -> Node | None:
     """The topk whose positions these are."""
     while is_cast(indices):
         indices = operand(indices)
@@ -70,7 +77,7 @@ class _AllKeys(_AllIsChosen):
     name = "every_key_is_chosen"
 
     def pattern(self, node: Node, facts: Facts) -> Iterator[Node | Refused]:
-        topk = _chosen(node.args[3])
+        topk = chosen_by(node.args[3])
         if topk is None or node.argument("start") is None:
             return
         scores = topk.args[0]
@@ -125,7 +132,7 @@ class _Indexer(Rule[_Found]):
     def pattern(self, node: Node, facts: Facts) -> Iterator[_Found | Refused]:
         if node.outputs[0].type.dtype != "int32":
             return
-        topk = _chosen(node.outputs[0])
+        topk = chosen_by(node.outputs[0])
         if (
             topk is None
             or topk.args[0].type.dtype != "float32"
@@ -139,7 +146,7 @@ class _Indexer(Rule[_Found]):
         scores, start = hidden
         count = topk.args[1]
         dim, largest = topk.argument("dim"), topk.argument("largest")
-        found = _scores(scores, facts)
+        found = index_scores(scores, facts)
         if found is None:
             yield Refused("the scores are no weighted sum of clipped products")
         elif not isinstance(count, int):
@@ -147,15 +154,14 @@ class _Indexer(Rule[_Found]):
         elif dim not in (-1, 2) or not largest:
             yield Refused("it does not choose the largest scores of keys")
         else:
-            query, weights, factor, key = found
-            yield _Found(query, weights, factor, key, start, count)
+            yield _Found(found, start, count)
 
     def rewrite(self, builder: Builder, found: _Found, node: Node) -> Sequence[Value]:
-        weights = found.weights
-        if found.factor != 1.0:
-            weights = builder.call1(torch.ops.aten.mul.Tensor, weights, found.factor)
+        scores, weights = found.scores, found.scores.weights
+        if scores.factor != 1.0:
+            weights = builder.call1(torch.ops.aten.mul.Tensor, weights, scores.factor)
         return builder.call(
-            torch.ops.graphc.lightning_indexer.default, found.query, weights, found.key,
+            torch.ops.graphc.lightning_indexer.default, scores.query, weights, scores.key,
             found.start, count=found.count,
         )  # fmt: skip
 
@@ -178,8 +184,8 @@ def _hidden(masked: Value, facts: Facts) -> tuple[Value, Value] | None:
     return scores, operand(mask)
 
 
-def _scores(scores: Value, facts: Facts) -> tuple[Value, Value, float, Value] | None:
-    """(query, weights, factor, key) of squeeze(weights[:, :, None] @ relu(query @ key^T * c))."""
+def index_scores(scores: Value, facts: Facts) -> Scores | None:
+    """The parts of squeeze(weights[:, :, None] @ relu(query @ key^T * c)), [B, T, S]."""
     if packet_of(scores) not in ("aten.squeeze", "aten.view"):
         return None
     outer = operand(scores)
@@ -195,8 +201,7 @@ def _scores(scores: Value, facts: Facts) -> tuple[Value, Value, float, Value] | 
     inner = parts.factors[0]
     if packet_of(inner) != "aten.matmul" or len(inner.type.shape) != 4:
         return None
-    query, turned = operand(inner), operand(inner, 1)
-    key = _key(turned)
+    query, key = widened(operand(inner)), _key(operand(inner, 1))
     if key is None or len(query.type.shape) != 4 or len(weights.type.shape) != 3:
         return None
     batch, length, heads, width = query.type.shape
@@ -204,7 +209,7 @@ def _scores(scores: Value, facts: Facts) -> tuple[Value, Value, float, Value] | 
         return None
     if not all(map(same, key.type.shape, (batch, scores.type.shape[2], width))):
         return None
-    return query, weights, parts.coefficient, key
+    return Scores(query, weights, parts.coefficient, key)
 
 
 def _key(turned: Value) -> Value | None:

@@ -22,6 +22,8 @@ _VIEWS = frozenset(f"aten.{n}" for n in (
     "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "clone", "alias", "detach",
     "contiguous",
 ))  # fmt: skip
+#: elements of a constant that is read as positions at most
+_MOST = 1 << 18
 _COMPARISONS = frozenset(f"aten.{n}" for n in ("le", "lt", "ge", "gt"))
 _NEGATIONS = frozenset(("aten.logical_not", "aten.bitwise_not"))
 _CONJUNCTIONS = frozenset(("aten.bitwise_and", "aten.logical_and"))
@@ -100,6 +102,8 @@ class Positions:
         number = self.facts.number(value)
         if number is not None:
             return Affine(int(number), ())
+        if (tensor := self.facts.weight(value)) is not None:
+            return _ramp(tensor)
         node, name = value.producer, packet_of(value)
         if node is None:
             return None
@@ -321,6 +325,23 @@ def _bounds(found: Affine, shape: Sequence[Dim]) -> tuple[Any, Any]:
 
 def _lowest(found: Affine, item: Any) -> Any:
     return _bounds(found, item.type.shape)[0] if isinstance(item, Value) else found.constant
+
+
+def _ramp(tensor: torch.Tensor) -> Affine | None:
+    """A constant that goes evenly along each dimension: positions that were folded."""
+    if not 0 < tensor.numel() <= _MOST or tensor.dim() == 0:
+        return None
+    first = tensor[(0,) * tensor.dim()]
+    steps = [
+        int(tensor[tuple(int(d == e) for e in range(tensor.dim()))] - first) if size > 1 else 0
+        for d, size in enumerate(tensor.shape)
+    ]
+    even = first.long()
+    for d, (step, size) in enumerate(zip(steps, tensor.shape, strict=True)):
+        along = [1] * tensor.dim()
+        along[d] = size
+        even = even + step * torch.arange(size).view(along)
+    return Affine(int(first), tuple(steps)) if torch.equal(even, tensor.long()) else None
 
 
 def _triangle(tensor: torch.Tensor) -> Affine | None:

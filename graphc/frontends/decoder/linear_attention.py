@@ -23,6 +23,8 @@ def delta_rule(
     token by token: query, key [B, T, Hk, K], value [B, T, H, V], beta [B, T, H]."""
     book = current_book()
     slots = book.slots if book is not None and initial_state is not None else None
+    if book is None and initial_state is not None:  # a layer by itself: states are float32
+        initial_state = initial_state.to(torch.promote_types(value.dtype, torch.float32))
     out, state = torch.ops.graphc.delta_rule(
         initial_state, query, key, value, g, beta, slots, scale=float(query.shape[-1]) ** -0.5,
         normalize=use_qk_l2norm_in_kernel,
@@ -53,9 +55,17 @@ def causal_conv1d_update(
     hidden_states: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, **unused: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """As `causal_conv1d` for one token; the layer hands over the state that the book gave it."""
+    """As `causal_conv1d` for few tokens; the layer hands over the state that the book gave it. In a
+    layer by itself that is a tensor [B, C, at least W - 1], written in place."""
     book = current_book()
-    if book is None or book.contents is None:
+    if book is None:
+        kept, width = conv_state.shape[-1], weight.shape[-1]
+        before = conv_state[..., kept - (width - 1) :].transpose(1, 2)
+        seen = torch.cat([conv_state, hidden_states], -1)
+        out, _ = _convolve(before, hidden_states, weight, bias, activation, None)
+        conv_state.copy_(seen[..., -kept:])
+        return out
+    if book.contents is None:
         raise InternalError("a window without a book")
     name = next(n for n, content in book.contents.items() if content is conv_state)
     out, after = _convolve(conv_state, hidden_states, weight, bias, activation, book.slots)

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ ROWS = (
     *("softmax", "lnres"),
     *(f"mlp:{length}" for length in (1, 128, 2048)),
     *("resnet50", "det", "rec", "vad"),
+    *(f"{kind}:{n}" for n in (2048, 8192) for kind in ("kda_prefill", "kda_prefill_operator")),
+    *("kda_step", "kda_step_operator"),
+    *(f"{kind}:{n}" for n in (2048, 8192) for kind in ("dsa_prefill", "dsa_prefill_blocks")),
+    *(f"dsa_step{form}:8192" for form in ("", "_absorbed", "_split")),
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: to be raised when peers are driven in another way: their artefacts are made again
@@ -138,7 +143,9 @@ class _Row:
         if made.onnx and self.dtype != "fp32":
             return False  # its types are part of the file
         started = time.perf_counter()
-        jobs, built, skipped = self._prepare(made, wanted)
+        allowed = [name for name in wanted if not made.runtimes or name in made.runtimes]
+        jobs, built, skipped = self._prepare(made, allowed)
+        skipped |= {name: made.left_out for name in wanted if name not in allowed}
         entries, failed = race(
             jobs, rounds=options.rounds, seconds=options.seconds, hold=self._hold
         )
@@ -170,13 +177,15 @@ class _Row:
         skipped: dict[str, str] = {}
         for name in (REFERENCE, *wanted):
             per_threads = name in ("compile", "compile_freeze", "aoti", "aoti_freeze")
+            part = "load_reference" if name == REFERENCE else "load_module"
             job = Job(
                 peer=name,
                 folder=str(folder / (f"{name}-{self.threads}" if per_threads else name)),
-                shared=str(shared), loader="benchmarks.workloads:load_module", model=self.name,
+                shared=str(shared), loader=f"benchmarks.workloads:{part}", model=self.name,
                 dtype=None if made.onnx else DTYPES[self.dtype], threads=self.threads,
                 cpus=cores(self.threads), inputs=inputs, onnx=made.onnx,
                 reference=str(folder / "reference.npz"), path=[str(ROOT)],
+                kept=list(made.kept), by_row=made.by_row,
             )  # fmt: skip
             try:
                 built[name] = self._built(job, key)
@@ -218,7 +227,14 @@ def _draw(name: str, number: int) -> Inputs:
     before the length give others of the same kind."""
     family, _, length = name.partition(":")
     inputs = workload(f"{family}:{'0' * number}{length}" if number else name).inputs
+    first = _first(name)
+    inputs |= {key: first.inputs[key] for key in first.alike if key in inputs}
     return Inputs(tuple(inputs.values()), {}, list(inputs))
+
+
+@lru_cache(maxsize=1)
+def _first(name: str) -> Workload:
+    return workload(name)
 
 
 def _digest(folder: Path, name: str = "") -> str:
@@ -240,6 +256,8 @@ def _source(name: str) -> str:
         return "decoder.py"
     if family in ("softmax", "lnres"):
         return "chains.py"
+    if family.startswith(("kda_", "dsa_")):
+        return f"{family[:3]}.py"
     if family in ("det", "rec", "vad"):
         return "onnx_files.py"
     return {"resnet50": "resnet.py"}.get(family, f"{family}.py")

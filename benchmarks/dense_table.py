@@ -24,7 +24,7 @@ WRONG = 0.1
 class Judged:
     """A row: milliseconds by runtime, the peer to beat, how many times faster graphc is, the mark
     to reach, error of graphc over that of eager torch, CPU seconds of builds, and what else is
-    short."""
+    short. `peers`: a row in which only peers take part."""
 
     workload: str
     dtype: str
@@ -36,6 +36,19 @@ class Judged:
     error: float | None
     build: dict[str, float]
     short: list[str]
+    peers: bool = False
+
+
+#: bf16 layers of the hybrid family, and how many times faster they have to be
+LAYERS = {
+    "kda_prefill:2048": 6.0, "kda_prefill:8192": 15.0, "kda_step": 2.0,
+    "dsa_prefill:2048": 3.3, "dsa_prefill:8192": 7.0, "dsa_step:8192": 4.0,
+}  # fmt: skip
+#: what else such a layer may be written as, for peers alone
+FORMS = {
+    "kda_prefill": ("_operator",), "kda_step": ("_operator",), "dsa_prefill": ("_blocks",),
+    "dsa_step": ("_absorbed", "_split"),
+}  # fmt: skip
 
 
 def mark(workload: str, dtype: str) -> float:
@@ -46,6 +59,8 @@ def mark(workload: str, dtype: str) -> float:
         return 1.6
     if workload.startswith("step") and dtype == "bf16":
         return CAREFUL
+    if dtype == "bf16" and workload in LAYERS:
+        return LAYERS[workload]
     return 1.0
 
 
@@ -87,6 +102,8 @@ def _judge(key: str, rows: dict[str, Any]) -> Judged:
         for kind in ("step_cat", "step_split"):
             for name, value in _peers(f"{kind}:{size} {dtype} {count}", rows, threads).items():
                 rivals[f"{name} ({kind.removeprefix('step_')})"] = value
+    if workload.partition(":")[0] in FORMS:
+        rivals |= _other_forms(workload, dtype, count, rows)
     best = min(rivals, key=lambda name: rivals[name], default="")
     ours = times.get(OURS)
     ratio = rivals[best] / ours if best and ours else None
@@ -95,7 +112,10 @@ def _judge(key: str, rows: dict[str, Any]) -> Judged:
     if OURS in errors and errors.get("eager"):
         error = errors[OURS] / errors["eager"]
     wanted = mark(workload, dtype)
-    short = [] if ours else ["graphc did not run"]
+    peers = any(
+        workload.startswith(f"{family}{form}") for family in FORMS for form in FORMS[family]
+    )
+    short = [] if ours or peers else ["graphc did not run"]
     if ratio is not None and ratio < wanted:
         short.append(f"{ratio:.2f} < {wanted:g}")
     if workload.startswith("step:") and dtype == "bf16" and own and ours:
@@ -113,7 +133,22 @@ def _judge(key: str, rows: dict[str, Any]) -> Judged:
     }
     if OURS in build and "compile" in build and build[OURS] > build["compile"] / 2:
         short.append(f"build {build[OURS]:.1f} s > {build['compile'] / 2:.1f} s")
-    return Judged(workload, dtype, threads, times, best, ratio, wanted, error, build, short)
+    return Judged(workload, dtype, threads, times, best, ratio, wanted, error, build, short, peers)
+
+
+def _other_forms(workload: str, dtype: str, count: str, rows: dict[str, Any]) -> dict[str, float]:
+    """Peers of a layer written in other ways; a layer in bf16 has to beat those in fp32 too, which
+    are faster for some."""
+    family, colon, size = workload.partition(":")
+    found: dict[str, float] = {}
+    for form in ("", *FORMS[family]):
+        for other in {dtype, "fp32"}:
+            notes = [form.removeprefix("_")] + ([other] if other != dtype else [])
+            said = ", ".join(note for note in notes if note)
+            key = f"{family}{form}{colon}{size} {other} {count}"
+            for name, value in _peers(key, rows, int(count)).items():
+                found[f"{name} ({said})" if said else name] = value
+    return found
 
 
 def summaries(rows: list[Judged]) -> list[str]:
@@ -123,9 +158,10 @@ def summaries(rows: list[Judged]) -> list[str]:
     lines = []
     for threads in sorted({row.threads for row in rows}):
         done = [row for row in rows if row.threads == threads and row.ratio]
+        dense = [row for row in done if row.workload.partition(":")[0] not in FORMS]
         if not done:
             continue
-        mean = math.exp(sum(math.log(row.ratio or 1.0) for row in done) / len(done))
+        mean = math.exp(sum(math.log(row.ratio or 1.0) for row in dense) / max(1, len(dense)))
         worst = min(done, key=lambda row: (row.ratio or 0) / row.mark)
         state = "ok" if mean >= GEOMETRIC_MEAN else f"short of {GEOMETRIC_MEAN}"
         good = sum(not row.short for row in done)
@@ -156,7 +192,7 @@ def _cells(rows: list[Judged]) -> tuple[list[str], list[list[str]]]:
         line += [row.best, _number(row.ratio), _number(row.error, 2)]
         if building:
             line += [_number(row.build.get(name)) for name in (OURS, "compile")]
-        lines.append([*line, "; ".join(row.short) or "ok"])
+        lines.append([*line, "; ".join(row.short) or ("peers" if row.peers else "ok")])
     return [*head, "mark"], lines
 
 

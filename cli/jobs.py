@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     "package.module:function", which called with (model, dtype) gives the torch module. dtype: torch
     name that floating-point weights and inputs are converted to, None to leave them as they are.
     inputs: files of `save_draws`; the first is timed. reference: where the float64 results are.
-    onnx: the model itself, if it is an ONNX file. path: added to sys.path.
+    onnx: the model itself, if it is an ONNX file. path: added to sys.path. kept: inputs that stay
+    as they are whatever the dtype. by_row: errors are medians over the rows of a result (a model
+    that chooses may choose otherwise for a few).
     """
 
     peer: str
@@ -49,6 +52,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     reference: str = ""
     onnx: str = ""
     path: list[str] = []
+    kept: list[str] = []
+    by_row: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,24 @@ class Inputs:
 
 def save_draws(path: Path, draw: Callable[[int], Inputs]) -> list[str]:
     """Writes the arguments of several calls, which `draw` makes by number: at most `_DRAWS`, and
-    no more than `_DRAWS_BYTES` hold; one if all are alike. For workers of this machine only:
-    pickles. Returns the names of the files."""
+    no more than `_DRAWS_BYTES` hold; one if all are alike. Arrays that are those of the first draw
+    are written once. For workers of this machine only: pickles. Returns the names of the files."""
     names: list[str] = []
     last, size = b"", 0
+    first: list[Array] = []
     while len(names) < _DRAWS:
         inputs = draw(len(names))
-        content = pickle.dumps((inputs.args, inputs.kwargs, inputs.names))
+        arrays = _leaves(inputs.args, inputs.kwargs)
+        alike = [i for i, array in enumerate(arrays) if names and array is first[i]]
+        first = first or arrays
+        order = iter(range(len(arrays)))
+
+        def written(array: Array, order: Iterator[int] = order, alike: list[int] = alike) -> Array:
+            return array[:0] if next(order) in alike else array
+
+        content = pickle.dumps(
+            (mapped(inputs.args, written), mapped(inputs.kwargs, written), inputs.names, alike)
+        )
         size += len(content)
         if names and (content == last or size > _DRAWS_BYTES):
             break
@@ -80,14 +96,32 @@ def save_draws(path: Path, draw: Callable[[int], Inputs]) -> list[str]:
 
 def load_inputs(job: Job, draw: int = 0) -> Inputs:
     """Numpy arrays, converted to the job's dtype."""
-    args, kwargs, names = pickle.loads(Path(job.inputs[draw]).read_bytes())
+    args, kwargs, names, alike = pickle.loads(Path(job.inputs[draw]).read_bytes())
+    first = _first(job.inputs[0]) if alike else []
+    order = iter(enumerate([*names, *[""] * len(_leaves(args, kwargs))]))
 
     def leaf(array: Array) -> Array:
-        if job.dtype is None or not floating(array):
+        number, name = next(order)
+        if number in alike:
+            array = first[number]
+        if job.dtype is None or not floating(array) or name in job.kept:
             return array
         return array.astype(_numpy_dtype(job.dtype))
 
     return Inputs(mapped(args, leaf), mapped(kwargs, leaf), names)
+
+
+@lru_cache(maxsize=1)
+def _first(path: str) -> list[Array]:
+    """The arrays of the first draw."""
+    args, kwargs, *_ = pickle.loads(Path(path).read_bytes())
+    return _leaves(args, kwargs)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Array]:
+    found: list[Array] = []
+    mapped((args, kwargs), found.append)
+    return found
 
 
 def mapped(value: Any, leaf: Callable[[Array], Any]) -> Any:

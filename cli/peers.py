@@ -239,6 +239,8 @@ def _onnx_file(job: Job) -> str:
         raise _first_line("torch.onnx", error) from None
     if program is None:
         raise Unavailable("torch.onnx gave no program")
+    if hasattr(module, "finish_onnx"):
+        module.finish_onnx(program)
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(str(path), external_data=True)
     record.write_text(json.dumps({"export_cpu_s": time.process_time() - start}))

@@ -93,7 +93,8 @@ class _Server:
         before = _resident()
         result = flat(loaded.call())
         first = cpu_seconds()
-        compared = [_compare(result, true)] if (true := self._reference(0)) else []
+        compare, summary = (_by_row, _middle) if self.job.by_row else (_compare, _summary)
+        compared = [compare(result, true)] if (true := self._reference(0)) else []
         wall, _ = timed(loaded.call, 1)
         facts = {
             "load_cpu_s": ready - begin,
@@ -104,10 +105,10 @@ class _Server:
         }
         while compared and (true := self._reference(len(compared))):
             loaded.write(load_inputs(self.job, len(compared)))
-            compared.append(_compare(flat(loaded.call()), true))
+            compared.append(compare(flat(loaded.call()), true))
         if len(compared) > 1:
             loaded.write(load_inputs(self.job))
-        return facts | _summary(compared)
+        return facts | summary(compared)
 
     def _reference(self, draw: int) -> list[Array]:
         """The results of a draw in float64; none if there are none."""
@@ -150,6 +151,36 @@ def _compare(result: list[Array], wanted: list[Array]) -> list[float] | str:
             return "results that are not finite"
         errors.append(difference / scale if scale else difference)
     return errors
+
+
+def _by_row(result: list[Array], wanted: list[Array]) -> list[float] | str:
+    """The relative errors of all rows of the floating-point results, or what is wrong."""
+    import numpy as np
+
+    whole = _compare(result, wanted)
+    if isinstance(whole, str):
+        return whole
+    errors: list[float] = []
+    for found, true in zip(result, wanted, strict=True):
+        if true.dtype.kind == "f":
+            exact = true.astype(np.float64).reshape(-1, true.shape[-1])
+            difference = found.astype(np.float64).reshape(exact.shape) - exact
+            scale = np.linalg.norm(exact, axis=1)
+            errors += (np.linalg.norm(difference, axis=1) / np.where(scale, scale, 1.0)).tolist()
+    return errors
+
+
+def _middle(compared: list[list[float] | str]) -> dict[str, Any]:
+    """The median over the rows of all draws."""
+    from cli.measure import median
+
+    if not compared:
+        return {}
+    wrong = [found for found in compared if isinstance(found, str)]
+    if wrong:
+        return {"mismatch": wrong[0]}
+    rows = [e for found in compared if not isinstance(found, str) for e in found]
+    return {"error": median(rows) if rows else 0.0, "draws": len(compared)}
 
 
 def _summary(compared: list[list[float] | str]) -> dict[str, Any]:

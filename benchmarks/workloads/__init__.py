@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,24 @@ Array = NDArray[Any]
 @dataclass(frozen=True)
 class Workload:
     """A model and the arguments of a call, by name and in order. `flops` counts a multiply-add of
-    products, attention and convolutions as two."""
+    products, attention and convolutions as two.
+
+    reference: a module of the same weights and results whose float64 results take less memory.
+    kept: inputs that are float32 in every precision. alike: those that are the same in all draws of
+    inputs that errors are measured on, for they are large. by_row: see cli.jobs.Job. runtimes: who
+    is measured, if not all; `left_out` says why.
+    """
 
     inputs: dict[str, Array]
     module: Callable[[], torch.nn.Module] | None = None
     onnx: str = ""
     flops: float = 0.0
+    reference: Callable[[], torch.nn.Module] | None = None
+    kept: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    by_row: bool = False
+    runtimes: tuple[str, ...] = ()
+    left_out: str = ""
 
 
 def workload(name: str) -> Workload:
@@ -48,6 +60,14 @@ def workload(name: str) -> Workload:
         return encoder.make(length, random)
     if family in decoder.KINDS:
         return decoder.make(family, length, random)
+    if family.startswith("kda"):
+        from benchmarks.workloads import kda
+
+        return kda.make(family, length, random)
+    if family.startswith("dsa"):
+        from benchmarks.workloads import dsa
+
+        return dsa.make(family, length, random)
     if family in chains.CHAINS:
         return chains.make(family, random)
     if family == "mlp":
@@ -59,11 +79,18 @@ def workload(name: str) -> Workload:
     raise KeyError(name)
 
 
-def load_module(name: str, dtype: str | None) -> torch.nn.Module:
+def load_reference(name: str, dtype: str | None) -> torch.nn.Module:
+    """The module that float64 results are made with."""
+    return load_module(name, dtype, reference=True)
+
+
+def load_module(name: str, dtype: str | None, *, reference: bool = False) -> torch.nn.Module:
     """The module of a workload, converted: the loader of the bench's worker processes."""
     import torch
 
     made = workload(name)
+    if reference and made.reference is not None:
+        made = replace(made, module=made.reference)
     if made.module is None:
         from graphc import api
 

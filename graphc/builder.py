@@ -339,7 +339,8 @@ class _Build:
             files={},
             uses_torch=any(not isinstance(s, KernelStep) for side in sides for s in side.steps),
             positional_names=list(captured.positional_names),
-            ranges=index_ranges([side.graph for side in sides]),
+            # before lowering: a tied embedding is read by computed places of packed panels then
+            ranges=index_ranges([side.graph for side in request.sides]),
             decoder=request.decoder,
         )
 

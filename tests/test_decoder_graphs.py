@@ -13,7 +13,7 @@ import torch
 
 from graphc.api import pipeline
 from graphc.decoders import Limits, Phases, capture_decoder
-from graphc.errors import UnsupportedError
+from graphc.errors import UnsupportedError, UsageError
 from graphc.frontends.decoder import hooks
 from graphc.frontends.decoder.families import substituted
 from graphc.frontends.decoder.resolve import opened_decoder
@@ -21,6 +21,7 @@ from graphc.ir.graph import Graph
 from graphc.ir.run import run
 from graphc.ir.types import TensorType
 from graphc.lowering.classify import native_operators
+from graphc.models.hybrid import hybrid
 from graphc.rewrite import run_passes
 from tests.tiny_decoders import FAMILIES as NAMES
 from tests.tiny_decoders import make
@@ -145,6 +146,18 @@ def test_bf16_states_have_the_dtype_of_what_is_kept() -> None:
         kinds = {spec.name: spec.dtype for spec in decoder.specs}
     assert kinds["layers.3.rows"] == kinds["layers.0.conv"] == torch.bfloat16
     assert kinds["layers.0.recurrent"] == torch.float32
+
+
+def test_weights_of_a_module_are_converted() -> None:
+    model = hybrid("tiny")
+    with opened_decoder(model, dtype="bf16", pages=13, slots=5) as (decoder, _):
+        kinds = {spec.name: spec.dtype for spec in decoder.specs}
+        assert {p.dtype for p in decoder.parameters()} == {torch.bfloat16}
+        assert kinds["layers.3.latent"] == torch.bfloat16
+        assert kinds["layers.0.recurrent"] == torch.float32
+        again = opened_decoder(decoder, dtype="float32", pages=13, slots=5)
+        with pytest.raises(UsageError, match="expected no dtype"), again:
+            pass
 
 
 def test_pools_keep_one_row() -> None:

@@ -43,6 +43,7 @@ from graphc.plan import (
 from graphc.plan_io import WeightsWriter, digest, file_digest, read_plan, write_plan
 from graphc.runtime.machine import architecture
 from graphc.runtime.session import Session, load
+from tests.allocations import run_counted
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -957,45 +958,17 @@ assert not bad, bad
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=20)
 
 
-HOOK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stddef.h>
-static volatile long count; static volatile int on;
-void counter_start(void) { count = 0; on = 1; }
-long counter_stop(void) { on = 0; return count; }
-extern void* __libc_malloc(size_t); extern void* __libc_calloc(size_t, size_t);
-extern void* __libc_realloc(void*, size_t); extern void* __libc_memalign(size_t, size_t);
-#define COUNT if (on) __sync_fetch_and_add(&count, 1)
-void* malloc(size_t n) { COUNT; return __libc_malloc(n); }
-void* calloc(size_t a, size_t b) { COUNT; return __libc_calloc(a, b); }
-void* realloc(void* p, size_t n) { COUNT; return __libc_realloc(p, n); }
-void* memalign(size_t a, size_t n) { COUNT; return __libc_memalign(a, n); }
-void* aligned_alloc(size_t a, size_t n) { COUNT; return __libc_memalign(a, n); }
-int posix_memalign(void** p, size_t a, size_t n) {
-  COUNT; *p = __libc_memalign(a, n); return *p ? 0 : 12;
-}
-"""
-
-
 def test_native_run_allocates_nothing(tmp_path: Path, library: Path) -> None:
-    (tmp_path / "hook.c").write_text(HOOK)
-    hook = tmp_path / "hook.so"
-    subprocess.run(["gcc", "-O1", "-fPIC", "-shared", str(tmp_path / "hook.c"), "-o", str(hook)],
-                   check=True)  # fmt: skip
     plan = make_rowsum(tmp_path / "plan", library)
     code = f"""
-import ctypes, numpy as np
+import numpy as np
 from graphc.runtime.session import load
 from graphc.runtime.trace import Trace
-hook = ctypes.CDLL({str(hook)!r})
 for threads in (1, 2):
     session = load({str(plan)!r}, threads=threads)
     x = [np.ones((n, 300), np.float32) for n in (100, 400)]
     y = [session.run(v)[0] for v in x]
     execution, native = session._execution, session._chooser._natives[0]
-    hook.counter_start()
-    assert ctypes.create_string_buffer(100000) and hook.counter_stop() > 0  # the hook counts
     for traced in (False, True):
         if traced:
             trace = Trace(session.plan, session.folder, threads)
@@ -1008,8 +981,7 @@ for threads in (1, 2):
                 count = hook.counter_stop()
                 assert count == 0, (threads, n, count)
 """
-    environment = os.environ | {"LD_PRELOAD": str(hook)}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=20, env=environment)
+    run_counted(code, tmp_path)
 
 
 def test_profile(scale: Session) -> None:

@@ -99,12 +99,9 @@ class Decoder:
 
     def _run(self, sequences: Many[Sequence], ids: NDArray[np.int64]) -> Logits:
         """Appends ids [B, T], for which there is room; gives the logits [B, V] behind the last."""
-        columns = self._columns(max(1, *(len(s.pages) for s in sequences)))
-        table = np.full((len(sequences), columns), -1, np.int32)
-        for row, sequence in zip(table, sequences, strict=True):
-            row[: len(sequence.pages)] = sequence.pages
         answer = self.session.run(
-            input_ids=ids, start=np.array([s.length for s in sequences], np.int32), table=table,
+            input_ids=ids, start=np.array([s.length for s in sequences], np.int32),
+            table=self._table(sequences, ids.shape[1]),
             slots=np.array([s.slot for s in sequences], np.int32),
         )  # fmt: skip
         for sequence in sequences:
@@ -112,9 +109,16 @@ class Decoder:
         logits: Logits = answer["logits"][:, -1]
         return logits
 
-    def _columns(self, pages: int) -> int:
-        """The narrowest table that a program takes."""
-        return min((max(low, pages) for low, high in self.facts.columns if pages <= high))
+    def _table(self, sequences: Many[Sequence], more: int) -> NDArray[np.int32]:
+        """int32 [B, M]: the pages of the tokens that there are and of the next `more`, in the
+        narrowest table that a program takes. Pages beyond them are left out, so that the first
+        piece of a long prompt costs what it would cost alone."""
+        longest = max(sequence.length for sequence in sequences) + more
+        pages = -(-longest // self.facts.page)
+        columns = min(max(low, pages) for low, high in self.facts.columns if pages <= high)
+        if len(sequences) == 1:
+            return sequences[0].table[None, :columns]
+        return np.stack([sequence.table[:columns] for sequence in sequences])
 
     def _take_slot(self) -> int:
         if not self._free_slots:
@@ -134,15 +138,9 @@ class Decoder:
         for view, data in zip(self._slots, content, strict=True):
             view[slot] = data
 
-    def _own_page(self, page: int) -> int:
-        """A page with the same content that nobody else uses."""
-        if not self.pool.shared(page):
-            return page
-        (copy,) = self.pool.take(1)
+    def _copy_page(self, page: int, copy: int) -> None:
         for view in self._pages:
             view[copy] = view[page]
-        self.pool.give_back([page])
-        return copy
 
 
 @dataclass
@@ -177,6 +175,8 @@ class Sequence:
         self.slot = slot
         self.length = 0
         self.pages: list[int] = []
+        #: the same pages, then -1: as programs read them, made once and not at every token
+        self.table = np.full(max(high for _, high in decoder.facts.columns), -1, np.int32)
         self.closed = False
 
     def prefill(self, tokens: ArrayLike) -> Logits:
@@ -204,7 +204,8 @@ class Sequence:
         decoder = self._open()
         other = Sequence(decoder, decoder._take_slot())
         decoder._write_slot(other.slot, decoder._slot_content(self.slot))
-        other.length, other.pages = self.length, decoder.pool.share(self.pages)
+        other.length = self.length
+        other._use(decoder.pool.share(self.pages))
         return other
 
     def snapshot(self) -> Snapshot:
@@ -224,7 +225,8 @@ class Sequence:
             raise UsageError("expected an open snapshot of this decoder")
         pages = decoder.pool.share(snapshot.pages)
         decoder.pool.give_back(self.pages)
-        self.length, self.pages = snapshot.length, pages
+        self.length = snapshot.length
+        self._use(pages)
         decoder._write_slot(self.slot, snapshot.content)
 
     def save(self, path: Path | str) -> None:
@@ -238,8 +240,9 @@ class Sequence:
             "model": np.frombuffer(_identity(decoder).encode(), np.uint8),
             "length": np.array(self.length, np.int64),
         }
+        used = self.pages[: -(-self.length // decoder.facts.page)]
         for i, view in enumerate(decoder._pages):
-            arrays[f"pages{i}"] = view[self.pages]
+            arrays[f"pages{i}"] = view[used]
         for i, view in enumerate(decoder._slots):
             arrays[f"slot{i}"] = view[self.slot]
         with replacing(Path(path)) as file:
@@ -259,7 +262,8 @@ class Sequence:
             view[fresh] = data
         decoder._write_slot(self.slot, slots)
         decoder.pool.give_back(self.pages)
-        self.length, self.pages = length, fresh
+        self.length = length
+        self._use(fresh)
 
     def close(self) -> None:
         """Gives pages and slot back; the sequence is not to be used any more."""
@@ -292,14 +296,22 @@ class Sequence:
 
         first = self.length // page
         wanted = -(-(self.length + more) // page)
-        fresh = decoder.pool.take(max(0, wanted - len(self.pages)))
-        if first < len(self.pages):
-            try:
-                self.pages[first] = decoder._own_page(self.pages[first])
-            except UsageError:
-                decoder.pool.give_back(fresh)
-                raise
-        self.pages += fresh
+        shared = [p for p in self.pages[first:] if decoder.pool.shared(p)]
+        missing = max(0, wanted - len(self.pages)) + len(shared)
+        if not missing:
+            return
+        fresh = decoder.pool.take(missing)
+        copies = {page: fresh.pop() for page in shared}
+        for page, copy in copies.items():
+            decoder._copy_page(page, copy)
+        decoder.pool.give_back(shared)
+        self._use([*(copies.get(p, p) for p in self.pages[first:]), *fresh], first)
+
+    def _use(self, pages: list[int], first: int = 0) -> None:
+        """Its pages from `first` on."""
+        self.pages[first:] = pages
+        self.table[first : len(self.pages)] = pages
+        self.table[len(self.pages) :] = -1
 
 
 def _by_entry(state: NDArray[Any]) -> NDArray[np.uint8]:

@@ -18,6 +18,7 @@ import torch
 
 from graphc.errors import UsageError
 from graphc.frontends.decoder.stateful import StatefulDecoder, transformers_decoder
+from graphc.frontends.inputs import float_dtype
 
 #: a vocabulary of the 256 bytes and a few tokens more, the first of which begins a text
 BYTES = 272
@@ -72,14 +73,18 @@ def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
         module = embedded.load()
     elif Path(model).is_dir():
         module, _ = load_model(Path(model), dtype)
+        dtype = None  # that was the loader's
     elif Path(model).suffix == ".gguf":
         module, _ = load_gguf(Path(model), dtype)
+        dtype = None
     elif ":" in model:
         from graphc.frontends.torch_module import load_factory
 
         module, _, _, _ = load_factory(model)
     else:
         raise UsageError(f"expected a decoder, found {model!r}", hint=FORMS)
+    if dtype is not None:
+        _convert(module, dtype)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     if isinstance(module, StatefulDecoder | Hybrid):
@@ -89,3 +94,13 @@ def _found(model: str | torch.nn.Module, dtype: str | None) -> tuple[Any, int]:
             f"expected a causal language model, found {type(module).__name__}", hint=FORMS
         )
     return module, longest(module, module.config.get_text_config())
+
+
+def _convert(module: torch.nn.Module, dtype: str) -> None:
+    """Weights, in place."""
+    if isinstance(module, StatefulDecoder):
+        raise UsageError(
+            f"expected no dtype for a decoder with states of its own, found {dtype}",
+            hint="convert the model before the decoder is made of it",
+        )
+    module.to(float_dtype(dtype))

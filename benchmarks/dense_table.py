@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.documents import aligned, grid, marks, replaced
+
 OURS = "graphc"
 #: where the table stands in a document
-BEGIN, END = "<!-- dense: begin -->", "<!-- dense: end -->"
+NAME = "dense"
+BEGIN, END = marks(NAME)
 GEOMETRIC_MEAN = 1.35
 #: of a decode step in bf16: over the careful formulations, over attention as people write it
 CAREFUL, AS_WRITTEN = 2.4, 6.0
@@ -200,12 +203,7 @@ def table(results: dict[str, Any]) -> str:
     """For a terminal."""
     rows = judge(results)
     head, lines = _cells(rows)
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (head, *lines)
-    ]
-    return "\n".join([*text, "", *summaries(rows)])
+    return "\n".join([*aligned(head, lines), "", *summaries(rows)])
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -219,9 +217,7 @@ def markdown(results: dict[str, Any]) -> str:
         [
             f"{date}, {place.get('cores')} cores of {place.get('processor')}; {listed}.",
             "",
-            "| " + " | ".join(head) + " |",
-            "|" + "---|" * len(head),
-            *("| " + " | ".join(line) + " |" for line in lines),
+            *grid(head, lines),
             "",
             *(f"- {line}" for line in summaries(rows)),
             "",
@@ -231,8 +227,4 @@ def markdown(results: dict[str, Any]) -> str:
 
 def written(text: str, results: dict[str, Any]) -> str:
     """A document with the table between its two marks, or the table alone if it has none."""
-    before, begin, after = text.partition(BEGIN)
-    _, end, rest = after.partition(END)
-    if not begin or not end:
-        return markdown(results)
-    return f"{before}{BEGIN}\n{markdown(results)}{END}{rest}"
+    return replaced(text, NAME, markdown(results))

@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import dense, dense_table
+from benchmarks import dense, dense_table, long_context_table
+from benchmarks.documents import marks
+from benchmarks.hybrid_arithmetic import prefill, total
 from benchmarks.workloads import load_module, workload
 from cli import jobs, race, worker
 from cli.jobs import Inputs, Job, Unavailable, save_draws
+from graphc.models.hybrid import hybrid
+from graphc.models.hybrid_config import K31_MINI, TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -210,3 +214,41 @@ def test_errors_of_draws_are_summarised() -> None:
 def test_results_are_compared_in_order() -> None:
     values = jobs.flat({"a": torch.ones(2, dtype=torch.bfloat16), "b": [None, (np.zeros(1), 3)]})
     assert [v.dtype.name for v in values] == ["float32", "float64"]
+
+
+def test_growth_is_judged_by_operations() -> None:
+    def row(seconds: float, mib: float) -> dict[str, Any]:
+        return {
+            "bucket": "x", "threads": 2, "fallbacks": 0, "prefill_s": seconds,
+            "prefill_cpu_s": 2 * seconds, "decode_ms": 1.0, "peak": 1, "pages": 1,
+            "activations": mib * 2**20, "planned": 2**20,
+        }  # fmt: skip
+
+    work = {n: total(K31_MINI, n) / total(K31_MINI, 2048) for n in (2048, 32768, 131072)}
+    assert 23 < work[32768] < 25 and 180 < work[131072] < 200
+    lengths = {"2048": row(1, 40), "32768": row(work[32768], 40), "131072": row(190, 59)}
+    edges = {"512": [[1.0, 1.0], [1.09, 1.0]], "2048": [[1.0, 1.0], [1.11, 1.0]]}
+    results = {"lengths": lengths, "edges": {"512": edges["512"]}}
+    assert long_context_table.short(results) == []
+    results["edges"] = edges
+    assert long_context_table.short(results) == ["2049 tokens: 1.11 x of 2048, operations 1.0005 x"]
+    lengths |= {"32768": row(1.01 * work[32768], 30)}
+    found = "\n".join(long_context_table.short(results))
+    assert "32768: time per token 1.51 x, operations 1.50 x" in found
+    assert "131072: activations 1.97 x of 32768" in found
+    first, last = marks("long context")
+    text = long_context_table.written(f"# B\n{first}\nold\n{last}\nrest\n", results)
+    assert text.startswith("# B\n") and text.endswith("\nrest\n") and "| 131072 |" in text
+    assert "old" not in text and "| 131072 |" not in long_context_table.table(results)
+
+
+def test_operations_are_those_of_the_formulas() -> None:
+    """Of one token the products, twice every weight that is read, and 48 keys of 16 chosen."""
+    model = hybrid("tiny")
+    read = sum(p.numel() for n, p in model.named_parameters() if "experts" not in n and p.ndim > 1)
+    read += sum(p.numel() for n, p in model.named_parameters() if "shared_experts" in n)
+    counted = prefill(TINY, 1)
+    assert counted["products"] == 2 * read
+    assert counted["experts"] == 2 * 3 * 3 * 2 * 64 * 32  # layers, matrices, experts
+    assert prefill(TINY, 48)["attention"] == 2 * 2 * (32 + 16 + 32) * (16 * 17 / 2 + 32 * 16)
+    assert prefill(TINY, 48)["indexer"] == 2 * 2 * 33 * 48 * 49 / 2

@@ -4,6 +4,7 @@ from graphc.rewrite import Pass
 from passes.fusion.absorbed_latent import AbsorbedLatent
 from passes.fusion.activation import Activation
 from passes.fusion.attention import Attention
+from passes.fusion.attention_residuals import AttentionResiduals
 from passes.fusion.causal_attention import CausalAttention
 from passes.fusion.chosen_keys import ChosenKeys
 from passes.fusion.grouped_query import GroupedQuery
@@ -11,6 +12,7 @@ from passes.fusion.layer_norm import LayerNorm
 from passes.fusion.lightning_indexer import LightningIndexer
 from passes.fusion.merged_linear import MergedLinear
 from passes.fusion.paged_attention import PagedAttention
+from passes.fusion.residual_norm import ResidualNorm
 from passes.fusion.rms_norm import RmsNorm
 from passes.fusion.routing import Routing
 from passes.fusion.sinkhorn import Sinkhorn
@@ -45,6 +47,8 @@ PIPELINE: tuple[Pass, ...] = (
     Softmax(),  # before attention, which looks for it
     LayerNorm(),  # before rms_norm, which would take its second half
     RmsNorm(),
+    AttentionResiduals(),  # after softmax and rms_norm, which score the candidates
+    ResidualNorm(),  # the mix of a sub-layer's input is normalised where it is made
     SplitAttention(),  # keys in parts become one matrix, before attention looks for it
     Attention(),  # scores never in memory
     ChosenKeys(),  # before causal_attention, which would take the mask apart

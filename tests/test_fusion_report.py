@@ -30,29 +30,39 @@ DECODE = {"B": 4, "T": 1, "M": 16}
 
 
 @cache
-def phases() -> Phases:
+def phases() -> tuple[Phases, list[PassRecord]]:
     limits = Limits(chunk=256, batch=4, context=1024, sequences=4)
+    records: list[PassRecord] = []
+
+    def prepare(graph: Graph) -> Graph:
+        made, found = run_passes(graph, pipeline(), phase="all")
+        records.extend(found)
+        return made
+
     with opened_decoder(hybrid("tiny"), dtype=None, pages=13, slots=5) as (decoder, _):
-        return capture_decoder(decoder, limits, keep=native_operators())
+        return capture_decoder(decoder, limits, keep=native_operators(), prepare=prepare), records
+
+
+def _prepared() -> list[PassRecord]:
+    """Records of the passes over the last captured graph, which all its phases share."""
+    records = phases()[1]
+    return records[len(records) - len(pipeline()) :]
 
 
 @cache
-def built(phase: str, off: tuple[str, ...] = ()) -> tuple[Graph, list[PassRecord]]:
-    place = max(k for k, (name, _) in enumerate(phases().graphs) if name == phase)
-    return run_passes(phases().graphs[place][1], pipeline(off), phase=phase)
+def built(phase: str) -> tuple[Graph, list[PassRecord]]:
+    graphs = phases()[0].graphs
+    place = max(k for k, (name, _) in enumerate(graphs) if name == phase)
+    return run_passes(graphs[place][1], pipeline(), phase=phase)
 
 
 @cache
-def layers(phase: str, off: tuple[str, ...] = ()) -> dict[str, LayerRecord]:
-    lowered = lower(built(phase, off)[0], "avx2")
+def layers(phase: str) -> dict[str, LayerRecord]:
+    lowered = lower(built(phase)[0], "avx2")
     limits = PREFILL if phase == "prefill" else DECODE
-    found = Layers(phases().origins[-1], lowered).records(phase, "1024", limits)
+    found = Layers(phases()[0].origins[-1], lowered).records(phase, "1024", limits)
     assert sum(record.launches_after for record in found) == len(lowered.steps)
     return {record.kind: record for record in found}
-
-
-def record_of(name: str, phase: str = "prefill") -> PassRecord:
-    return next(r for r in built(phase)[1] if r.name == name and r.matches)
 
 
 def test_kinds_are_the_classes_of_what_layers_consist_of() -> None:
@@ -84,6 +94,30 @@ def test_operators_of_each_kind() -> None:
     found = layers("decode")
     assert found["KimiDeltaAttention"].operators == {"short_convolution": 3, "delta_rule": 3}
     assert found["MixtureOfExperts"].operators == {"route": 3, "experts": 3}
+
+
+def test_the_fusion_of_residuals_saves_two_passes_a_site() -> None:
+    """A site's mix is neither written nor read again to be normalised: on the graph, and between
+    Steps."""
+    record = next(r for r in _prepared() if r.name == "residual_norm" and r.matches)
+    assert len(record.matches) == 8 and record.launches_removed == 8 and not record.refusals
+    assert passes_per_site(record) == 2.0
+    found = layers("prefill")
+    sites, row = found["AttentionResidual"], PREFILL["T"] * 64 * 4
+    assert sites.operators == {"residual_mix": 8} and sites.launches_after == 8
+    assert found["RMSNorm"].launches_after == 1  # of the embedding: nothing is mixed there
+    mixed = next(r for r in _prepared() if r.name == "attention_residuals" and r.matches)
+    assert len(mixed.matches) == 8 and mixed.launches_removed > 8 * 8
+    # the candidates of each site are read, what follows is written
+    assert sites.bytes_after == row * (8 + sum(_counts()))
+
+
+def _counts() -> list[int]:
+    return [
+        len(node.argument("candidates"))
+        for node in built("prefill")[0].nodes
+        if node.target == "graphc.residual_mix.default"
+    ]
 
 
 def test_json_has_passes_with_rules_and_refusals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -230,6 +231,26 @@ def test_residual_mix_in_memory(isa: str) -> None:
     close(ours, 2 * lookup(MIX)([turned, turned * 2], query, 0.0), 2.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_residual_mix_with_its_norm(isa: str, dtype: torch.dtype) -> None:
+    for count, shape in ((1, (3, 40)), (5, (30, 33)), (3, (7, 2500)), (3, (5, 1)), (2, (0, 16))):
+        candidates = [torch.randn(shape).to(dtype) * (j + 1) for j in range(count)]
+        query = torch.randn(shape[-1]) / shape[-1] ** 0.5 * 3
+        gain = (torch.rand(shape[-1]) + 0.5).to(dtype)
+        arguments = [candidates, query, 1e-6, 1e-5, gain]
+        exact = lookup(MIX)(*map(double, arguments))
+        close(run_rule(MIX, arguments, isa=isa)[0], exact.to(dtype), 4.0)
+        if dtype == torch.float32:
+            accurate(isa, MIX, arguments)
+        elif shape == (7, 2500):
+            (wide,) = run_rule(MIX, arguments, {"dtype": torch.float32}, isa=isa)
+            close(wide, exact.float(), 16.0)
+        else:
+            continue
+        (plain,) = run_rule(MIX, arguments[:4], isa=isa)
+        close(plain, lookup(MIX)(*map(double, arguments[:4])).to(dtype), 4.0)
+
+
 def test_residual_mix_golden(isa: str) -> None:
     z = torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]])
     (ours,) = run_rule(MIX, [list(z[:, None]), torch.ones(2), 0.0], isa=isa)
@@ -249,6 +270,46 @@ def test_residual_mix_refusals() -> None:
     x = torch.randn(3, 8)
     refused(MIX, [[x.double(), x.double()], torch.ones(8, dtype=torch.float64), 1e-6])
     refused(MIX, [[x, x.bfloat16()], torch.ones(8), 1e-6])
+
+
+class Blocks(nn.Module):
+    """Attention Residuals as the paper writes them, and the norm of the sub-layer behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.gain = nn.Parameter(torch.randn(96) / 5), nn.Parameter(torch.rand(96) + 1)
+        self.scale, self.out = nn.Parameter(torch.rand(96) + 1), nn.Linear(96, 40)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        blocks = torch.stack([a, b, c])
+        keys = nn.functional.rms_norm(blocks, (96,), self.gain, 1e-6)
+        scores = torch.einsum("d, n b t d -> n b t", self.query, keys)
+        x = torch.einsum("n b t, n b t d -> b t d", scores.softmax(0), blocks)
+        made: torch.Tensor = self.out(nn.functional.rms_norm(x, (96,), self.scale, 1e-5))
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_written_out_residuals_in_a_plan(dtype: torch.dtype) -> None:
+    """Two Steps, mix and product, nearer to float64 than eager torch."""
+    module = Blocks().requires_grad_(False).to(dtype)
+
+    def inputs(tokens: int) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randn(2, tokens, 96).to(dtype) for _ in range(3))
+
+    built = Built(module, inputs(5), dynamic=({1: torch.export.Dim("T", min=1, max=64)},) * 3)
+    try:
+        assert not built.fallbacks and len(built.report.kernels) == 2
+        given = inputs(33)
+        exact = copy.deepcopy(module).double()(*(x.double() for x in given))
+        ours, eager = built(*given), module(*given)
+        assert _error(ours, exact) <= 1.05 * _error(eager, exact)
+    finally:
+        built.close()
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
 
 
 def test_ranges() -> None:

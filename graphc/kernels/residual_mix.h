@@ -7,6 +7,8 @@
 // ptr: query [D], candidates (rows of D neighbouring elements).   imm: D, candidates, row stride of
 // each.   Range: tokens.   scratch: MIX_COLUMNS floats, then 16 bytes a candidate.
 #pragma once
+#include <type_traits>
+
 #include "abi.h"
 #include "vmath.h"
 
@@ -83,26 +85,81 @@ static void mix_columns(const T* const* z, const float* weight, int64_t count, i
   });
 }
 
+// Where the candidates' rows are, and the weights of the token that is looked at.
+template <class T, class Q>
+struct Mix {
+  const int64_t width, count, *step;
+  const Q* query;
+  const T** z;
+  float* weight;
+  float eps;
+
+  Mix(const gc_args* args, int first, void* scratch, float e, int64_t begin)
+      : width(args->imm[0]), count(args->imm[1]), step(args->imm + 2), query((const Q*)args->ptr[0]),
+        z((const T**)scratch), weight((float*)(z + count)), eps(e) {
+    for (int64_t j = 0; j < count; ++j) z[j] = (const T*)args->ptr[first + j] + begin * step[j];
+  }
+  void look(bool more) {
+    for (int64_t j = 0; j < count; ++j) {
+      const T* const next = j + 1 < count ? z[j + 1] : more ? z[0] + step[0] : z[j];
+      weight[j] = mix_score(z[j], next, query, width, eps);
+    }
+    mix_softmax(weight, count);
+  }
+  void next() {
+    for (int64_t j = 0; j < count; ++j) z[j] += step[j];
+  }
+};
+
 template <class T, class Q>
 static void residual_mix(const gc_args* args, gc_epilogue epilogue, float eps, int64_t begin,
                          int64_t end) {
-  const int64_t width = args->imm[0], count = args->imm[1];
   float* const sum = (float*)args->scratch;
-  const T** const z = (const T**)(sum + MIX_COLUMNS);
-  float* const weight = (float*)(z + count);
-  for (int64_t j = 0; j < count; ++j) z[j] = (const T*)args->ptr[1 + j] + begin * args->imm[2 + j];
-  for (int64_t t = begin; t < end; ++t) {
-    for (int64_t j = 0; j < count; ++j) {
-      const T* const next = j + 1 < count ? z[j + 1] : t + 1 < end ? z[0] + args->imm[2] : z[j];
-      weight[j] = mix_score(z[j], next, (const Q*)args->ptr[0], width, eps);
-    }
-    mix_softmax(weight, count);
-    for (int64_t n0 = 0; n0 < width; n0 += MIX_COLUMNS) {
-      const int64_t nr = width - n0 < MIX_COLUMNS ? width - n0 : MIX_COLUMNS;
-      mix_columns(z, weight, count, n0, nr, sum);
+  Mix<T, Q> mix(args, 1, sum + MIX_COLUMNS, eps, begin);
+  for (int64_t t = begin; t < end; ++t, mix.next()) {
+    mix.look(t + 1 < end);
+    for (int64_t n0 = 0; n0 < mix.width; n0 += MIX_COLUMNS) {
+      const int64_t nr = mix.width - n0 < MIX_COLUMNS ? mix.width - n0 : MIX_COLUMNS;
+      mix_columns(mix.z, mix.weight, mix.count, n0, nr, sum);
       epilogue(args, sum, nr, 0, t, 1, n0, nr);
     }
-    for (int64_t j = 0; j < count; ++j) z[j] += args->imm[2 + j];
+  }
+}
+
+static float mix_squares(const float* x, int64_t width) {
+  vf s[4] = {};
+  sweep<4>(0, width, [&](int64_t n, auto w, auto u) __attribute__((always_inline)) {
+    const vf v = vload(x + n, w);
+    s[u] += v * v;
+  });
+  return hsum(sum_of(s));
+}
+
+// The same, and the mix divided by its root mean square, times a gain (G is void: none), before it
+// is handed on: it is never in memory. ptr: query, gain if any, candidates.
+// scratch: a row of floats, then 16 bytes a candidate.
+template <class T, class Q, class G>
+static void residual_mix_norm(const gc_args* args, gc_epilogue epilogue, float eps, float norm_eps,
+                              int64_t begin, int64_t end) {
+  constexpr bool gained = !std::is_void_v<G>;
+  float* const row = (float*)args->scratch;
+  const int64_t width = args->imm[0];
+  Mix<T, Q> mix(args, 1 + gained, row + (width + 15) / 16 * 16, eps, begin);
+  for (int64_t t = begin; t < end; ++t, mix.next()) {
+    mix.look(t + 1 < end);
+    float square = 0;
+    for (int64_t n0 = 0; n0 < width; n0 += MIX_COLUMNS) {
+      const int64_t nr = width - n0 < MIX_COLUMNS ? width - n0 : MIX_COLUMNS;
+      mix_columns(mix.z, mix.weight, mix.count, n0, nr, row + n0);
+      square += mix_squares(row + n0, nr);
+    }
+    const float scale = 1.0f / sqrtf(square / (float)width + norm_eps);
+    sweep<1>(0, width, [&](int64_t n, auto w, auto) __attribute__((always_inline)) {
+      vf v = vload(row + n, w) * scale;
+      if constexpr (gained) v *= vload((const G*)args->ptr[1] + n, w);
+      vstore(row + n, v, w);
+    });
+    epilogue(args, row, width, 0, t, 1, 0, width);
   }
 }
 

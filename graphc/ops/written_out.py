@@ -79,7 +79,7 @@ def _form(*targets: str) -> Callable[[_Form], _Form]:
     return register
 
 
-@_form("residual_mix", "residual_mix_norm")
+@_form("residual_mix")
 def _residual_mix(call: Call) -> list[Made]:
     """Stacked; key times query and its sum; square, mean, + eps, root; score, softmax; weighted,
     summed up. A norm behind it: square, mean, + eps, root, product, gain."""
@@ -87,10 +87,11 @@ def _residual_mix(call: Call) -> list[Made]:
     row = own.shape
     every, scores = (count, *row), (count, *row[:-1])
     mixed = [Made(every, own.dtype), *_wide(every, scores, every, *[scores] * 5, every), own]
-    if "norm" not in call.node.target:
+    if call.argument("norm_eps") is None:
         return mixed
     column = (*row[:-1], 1)
-    return [*mixed, *_wide(row, column, column, column, row), own]
+    gain = [own] if call.argument("gain") is not None else []
+    return [*mixed, *_wide(row, column, column, column), own, *gain]
 
 
 @_form("short_convolution")

@@ -71,7 +71,6 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "lightning_indexer": _indexer,
     "latent_attention": _latent_attention,
     "experts": graphc.ops.experts,
-    "residual_mix": graphc.ops.residual_mix,
 }
 
 

@@ -23,7 +23,7 @@ _COLUMNS = 1024
 
 @rule("graphc.residual_mix.default")
 def residual_mix(ctx: LoweringContext, node: Node) -> None:
-    """candidates [..., D] each, query [D] -> [..., D]."""
+    """candidates [..., D] each, query [D], gain [D] -> [..., D], mixed or mixed and normalised."""
     query = ctx.contiguous(node.argument("query"))
     rows = [_rows(ctx, value) for value in node.argument("candidates")]
     shape, dtype = rows[0][0].shape, rows[0][0].dtype
@@ -32,16 +32,26 @@ def residual_mix(ctx: LoweringContext, node: Node) -> None:
     if any(view.dtype != dtype or view.shape != shape for view, _ in rows):
         raise Refuse("candidates of different kinds")
     width, tokens = shape[-1], product(shape[:-1])
-    pointers = [query, *(view for view, _ in rows)]
+    norm_eps, gain = node.argument("norm_eps"), node.argument("gain")
+    gains = [] if norm_eps is None or gain is None else [ctx.contiguous(gain)]
+    if any(view.dtype not in STORAGE for view in gains):
+        raise Refuse("a gain of doubles")
+    pointers = [query, *gains, *(view for view, _ in rows)]
     immediates: list[Dim] = [width, len(rows), *(step for _, step in rows)]
     epilogue = ctx.epilogue(node, (1, tokens, width), len(pointers), len(immediates))
+    kernel, numbers = "residual_mix", float_literal(node.argument("eps"))
+    types = f"{STORAGE[dtype]}, {STORAGE[query.dtype]}"
+    scratch: Dim = 4 * _COLUMNS
+    if norm_eps is not None:
+        kernel, numbers = "residual_mix_norm", f"{numbers}, {float_literal(norm_eps)}"
+        types += f", {STORAGE[gains[0].dtype] if gains else 'void'}"
+        scratch = 4 * (width + 15)
     unit, symbol = entry_unit(
         "residual_mix",
         f"""#include "residual_mix.h"
 {epilogue.source}
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
-  gc::residual_mix<{STORAGE[dtype]}, {STORAGE[query.dtype]}>(
-      args, {epilogue.name}, {float_literal(node.argument("eps"))}, begin, end);
+  gc::{kernel}<{types}>(args, {epilogue.name}, {numbers}, begin, end);
 }}
 """,
     )
@@ -54,9 +64,9 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         writes=epilogue.writes,
         range=tokens,
         grain=grain_for(ctx, 8 * len(rows) * width, 64),
-        scratch=4 * _COLUMNS + 16 * len(rows),
+        scratch=scratch + 16 * len(rows),
         label=node.name,
-        flops=6 * len(rows) * tokens * width,
+        flops=(6 * len(rows) + (0 if norm_eps is None else 4)) * tokens * width,
     )
 
 

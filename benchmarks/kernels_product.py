@@ -81,7 +81,9 @@ def gemm(
 def gemv(
     bench: Bench, shapes: Sequence[Shape], rows: Sequence[int], dtypes: Sequence[str]
 ) -> list[Row]:
-    """Weights in memory: GB/s against a pure read of the same mapped file, in turns."""
+    """Weights in memory: GB/s against a pure read of the same mapped file, in turns, and GFLOP/s
+    against the peak, which is nearer for the most rows. Weights that are stored in fewer bits count
+    as what they stand for."""
     table: list[Row] = []
     read = reader(bench.folder)
     for dtype in dtypes:
@@ -105,8 +107,13 @@ def gemv(
             for m in rows:
                 rate = count * nbytes / found[str(m)]
                 part.append(Row("gemv", dtype, m, k, n, 1e-9 * rate, rate / pure))
-        for m in rows:
-            show(f"gemv {dtype} M={m}, % of a read", [r for r in part if r.rows == m])
+                flops = 2e-9 * m * n * k * count / found[str(m)]
+                part.append(Row("arithmetic", dtype, m, k, n, flops, flops / bench.peak(dtype)))
+        for what, shown in (("gemv", "a read"), ("arithmetic", "peak")):
+            for m in rows:
+                chosen = [r for r in part if (r.what, r.rows) == (what, m)]
+                if what == "gemv" or max(r.share for r in chosen) > 0.5:
+                    show(f"gemv {dtype} M={m}, % of {shown}", chosen)
         table += part
     return table
 

@@ -1,10 +1,13 @@
 # graphc: `make` shows the targets. Everything runs in $(VENV), which is made on first use.
 VENV   ?= .venv
 PYTHON ?= python3
-JOBS   ?= 1
+JOBS   ?= 2
 PY     := $(VENV)/bin/python
 GRAPHC := $(VENV)/bin/graphc
 STAMP  := $(VENV)/.installed
+
+# whoever is done takes tests from the end of the other's: a file's fixtures are seldom made twice
+WORKERS := --numprocesses $(JOBS) --dist worksteal
 
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
@@ -27,8 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv ## build, run and inspect the built-in model; a second time compiles nothing
 	$(GRAPHC) demo
 
-test: venv ## run the tests, those marked as heavy apart
-	$(PY) -m pytest -m "not heavy"
+test: venv ## run the tests, those marked as heavy apart (JOBS=2 of them at a time)
+	$(PY) -m pytest -m "not heavy" $(WORKERS)
 
 lint: venv ## ruff, format, mypy
 	$(VENV)/bin/ruff check .
@@ -37,7 +40,7 @@ lint: venv ## ruff, format, mypy
 
 check: lint ## lint, pyright, then all tests, heavy ones too
 	$(VENV)/bin/pyright --pythonpath $(PY)
-	$(PY) -m pytest
+	$(PY) -m pytest $(WORKERS)
 
 bench: venv ## time the dense workloads against every peer (takes hours; ROWS=regex for some)
 	$(PY) benchmarks/dense.py --threads 1,2 --cold --json bench.json --rows "$(ROWS)" \

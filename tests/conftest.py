@@ -20,9 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One kernel cache for the whole run, empty at its start; never the user's own."""
-    folder = tmp_path_factory.mktemp("cache")
-    folder.chmod(0o700)
+    """One kernel cache for the whole run, empty at its start; never the user's own.
+
+    Workers of pytest-xdist have folders of their own in that of the run, and share this one.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernel-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
     before = os.environ.get("GRAPHC_CACHE_DIR")
     os.environ["GRAPHC_CACHE_DIR"] = str(folder)
     yield folder

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from graphc.files import replacing
 from graphc.lowering.context import Unit
 from graphc.toolchain.isa import LEVELS, Isa
 
@@ -87,7 +88,8 @@ def _library(units: tuple[Unit, ...], isa: str) -> ctypes.CDLL:
         stem = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
         source = stem.with_suffix(".cpp")
         if not source.exists():
-            source.write_text(unit.source)
+            with replacing(source) as file:
+                file.write(unit.source.encode())
         _compile([compiler, *flags, "-c", str(source)], stem.with_suffix(".o"))
         objects.append(str(stem.with_suffix(".o")))
     name = hashlib.sha256("\0".join(objects).encode()).hexdigest()[:32]

@@ -178,8 +178,8 @@ class _Build:
         # units of much text first: a long compile that starts last would be waited for alone
         order = sorted(missing, key=lambda job: -len(job.unit.source))
         with ThreadPoolExecutor(max(1, min(jobs, len(order)))) as pool:
-            waiting = {pool.submit(self._compile, job): job for job in order}
-            try:
+            try:  # an interrupt may come while compilers start
+                waiting = {pool.submit(self._compile, job): job for job in order}
                 while waiting:
                     ready, _ = wait(waiting, return_when=FIRST_COMPLETED)
                     for future in ready:

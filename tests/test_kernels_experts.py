@@ -205,12 +205,13 @@ def test_experts_refusals() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_residual_mix(isa: str, dtype: torch.dtype) -> None:
     for count, shape in (
-        (1, (3, 40)), (2, (70, 64)), (5, (2, 30, 33)), (9, (40, 200)), (12, (20, 1, 1030)),
-        (3, (1,)), (20, (20, 96)), (2, (0, 16)), (4, (100,)),
+        (1, (3, 40)), (2, (70, 64)), (2, (2, 30, 33)), (9, (40, 200)), (9, (20, 1, 1030)),
+        (2, (1,)), (20, (20, 96)), (2, (0, 16)), (1, (100,)),
     ):  # fmt: skip
         candidates = [torch.randn(shape).to(dtype) * (j + 1) for j in range(count)]
         query = torch.randn(shape[-1]) / shape[-1] ** 0.5 * 3
-        for q in (query, query.to(dtype)):
+        # each number of candidates is a kernel to compile, and so is each kind of query
+        for q in (query, query.to(dtype)) if count == 2 else (query.to(dtype),):
             arguments = [candidates, q, 1e-6]
             if len(shape) > 1:
                 accurate(isa, MIX, arguments)

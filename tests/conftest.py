@@ -6,10 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.decoder_plans import Plans
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,6 +38,14 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["GRAPHC_CACHE_DIR"]
     else:
         os.environ["GRAPHC_CACHE_DIR"] = before
+
+
+@pytest.fixture(scope="session")
+def decoder_plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
+    """Plans of tiny decoders; a plan takes its time, so several files share them."""
+    from tests.decoder_plans import Plans
+
+    return Plans(tmp_path_factory.mktemp("decoders"))
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from graphc import decoders
-from graphc.api import Options
 from graphc.errors import DamagedError, UsageError
-from graphc.report import BuildReport
 from graphc.runtime.decoder import Decoder, load
 from graphc.runtime.pages import PagePool
-from tests.tiny_decoders import make
+from tests.decoder_plans import CONTEXT, Plans, Tiny
 
 #: a plan takes its time: two kinds are always built, keys and values of heads, and everything else
 FAMILIES = (
@@ -29,37 +26,6 @@ FAMILIES = (
         for name in ("kimi_linear", "deepseek_v32", "glm5_next")
     ),
 )
-CONTEXT = 512
-
-
-def model_of(family: str) -> Any:
-    if family == "hybrid":
-        from graphc.models.hybrid import hybrid
-
-        return hybrid("tiny")
-    return make(family)
-
-
-class Plans:
-    """Plans by family, built once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.reports: dict[str, BuildReport] = {}
-
-    def place(self, family: str) -> Path:
-        place = self.folder / family
-        if family not in self.reports:
-            options = Options(buckets=("128", str(CONTEXT)), jobs=1)
-            self.reports[family] = decoders.build(
-                model_of(family), place, options, chunk=96, batch=3, sequences=4
-            )
-        return place
-
-
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
-    return Plans(tmp_path_factory.mktemp("decoders"))
 
 
 @pytest.fixture(params=FAMILIES)
@@ -68,28 +34,25 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def decoder(plans: Plans, family: str) -> Decoder:
-    return load(plans.place(family), threads=1)
+def decoder(decoder_plans: Plans, family: str) -> Decoder:
+    return load(decoder_plans.place(Tiny(family)), threads=1)
 
 
 @pytest.fixture
-def simple(plans: Plans) -> Iterator[Decoder]:
+def simple(decoder_plans: Plans) -> Iterator[Decoder]:
     """The family without ties and experts."""
-    yield load(plans.place("qwen3"), threads=1)
+    yield load(decoder_plans.place(Tiny("qwen3")), threads=1)
 
 
 @cache
 def prompt(family: str, count: int, seed: int = 1) -> NDArray[np.int64]:
-    high = 96 if family == "hybrid" else 500
-    generator = torch.Generator().manual_seed(seed)
-    ids: NDArray[np.int64] = torch.randint(3, high, (count,), generator=generator).numpy()
-    return ids
+    return Tiny(family).tokens(count, seed)
 
 
 def reference(family: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """The model's own scores of what follows, without any cache."""
     with torch.no_grad():
-        out = model_of(family)(torch.from_numpy(ids)[None])
+        out = Tiny(family).model()(torch.from_numpy(ids)[None])
     logits = out if isinstance(out, torch.Tensor) else out.logits
     answer: NDArray[np.float32] = logits[0, -1].numpy()
     return answer
@@ -99,9 +62,8 @@ def relative(a: Any, b: Any) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def test_no_fallbacks(plans: Plans, family: str) -> None:
-    plans.place(family)
-    report = plans.reports[family]
+def test_no_fallbacks(decoder_plans: Plans, family: str) -> None:
+    report = decoder_plans.report(Tiny(family))
     assert {(f.phase, f.target, f.reason) for f in report.fallbacks} == set()
     assert {(b.phase, b.name) for b in report.buckets} >= {
         ("prefill", "128"), ("prefill", "512"), ("decode", "128"), ("decode", "512"),
@@ -117,49 +79,6 @@ def test_prefill_and_decode(decoder: Decoder, family: str) -> None:
         for t in range(count, count + 3):
             found = sequence.decode(int(ids[t]))
             assert relative(found, reference(family, ids[: t + 1])) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "family", ["qwen3", pytest.param("kimi_linear", marks=pytest.mark.heavy)], indirect=True
-)
-def test_greedy_steps_and_states_against_float64(decoder: Decoder, family: str) -> None:
-    """64 tokens, each the best of the scores before it, and what is remembered behind them."""
-    from transformers import DynamicCache
-
-    model: Any = make(family).double()
-    if family == "kimi_linear":  # grouped products are for floats only
-        model.set_experts_implementation("eager")
-    ids = prompt(family, 40)
-    cache: Any = DynamicCache(config=model.config)
-    with decoder.sequence() as sequence, torch.no_grad():
-        logits = sequence.prefill(ids)
-        given = torch.from_numpy(ids)[None]
-        for _ in range(64):
-            answer = model(input_ids=given, use_cache=True, cache=cache)
-            wanted = answer.logits[0, -1].numpy()
-            assert relative(logits, wanted) < 1e-4
-            token = int(logits.argmax())
-            assert token == int(wanted.argmax())
-            given = torch.tensor([[token]])
-            logits = sequence.decode(token)
-        model(input_ids=given, use_cache=True, cache=cache)
-        states = decoder.session.states
-        for layer, kept in enumerate(cache.layers):
-            if family == "kimi_linear" and layer < 3:
-                held = states[f"state_layers_{layer}_recurrent"][sequence.slot]
-                assert relative(held, kept.recurrent_states[0][0].numpy()) < 1e-4
-                window = states[f"state_layers_{layer}_conv"][sequence.slot]
-                assert relative(window, kept.conv_states[0][0, :, -3:].numpy().T) < 1e-4
-                continue
-            pages = states[f"state_layers_{layer}_rows"][sequence.pages]
-            parts = [kept.keys[0], kept.values[0]]  # [heads, S, D] each
-            if pages.ndim == 4:
-                pages = pages.transpose(0, 2, 1, 3).reshape(-1, pages.shape[1], pages.shape[3])
-                whole = torch.cat(parts).transpose(0, 1).numpy()
-            else:
-                pages = pages.reshape(-1, pages.shape[2])
-                whole = torch.cat([part[0] for part in parts], -1).numpy()
-            assert relative(pages[: sequence.length], whole) < 1e-4
 
 
 def test_pieces_and_single_tokens_give_the_same(decoder: Decoder, family: str) -> None:
@@ -224,13 +143,13 @@ def test_undone_tokens_leave_nothing(decoder: Decoder, family: str, kept: int) -
 
 
 def test_saved_sequences_go_on_elsewhere(
-    plans: Plans, decoder: Decoder, family: str, tmp_path: Path
+    decoder_plans: Plans, decoder: Decoder, family: str, tmp_path: Path
 ) -> None:
     with decoder.sequence() as sequence:
         sequence.prefill(prompt(family, 100))
         sequence.save(tmp_path / "text.npz")
         wanted = sequence.decode(5)
-    fresh = load(plans.place(family), threads=2)
+    fresh = load(decoder_plans.place(Tiny(family)), threads=2)
     with fresh.sequence() as first, fresh.sequence() as read:
         first.prefill(prompt(family, 30, seed=4))
         read.load(tmp_path / "text.npz")
@@ -238,11 +157,11 @@ def test_saved_sequences_go_on_elsewhere(
         assert np.array_equal(read.decode(5), wanted)
 
 
-def test_results_do_not_depend_on_threads(plans: Plans, family: str) -> None:
+def test_results_do_not_depend_on_threads(decoder_plans: Plans, family: str) -> None:
     ids = prompt(family, 180)
     made = []
     for threads in (1, 2, 3):
-        with load(plans.place(family), threads=threads).sequence() as sequence:
+        with load(decoder_plans.place(Tiny(family)), threads=threads).sequence() as sequence:
             sequence.prefill(ids)
             made.append(sequence.decode(9))
     assert np.array_equal(made[0], made[1])
@@ -259,7 +178,7 @@ def test_a_new_sequence_begins_empty(decoder: Decoder, family: str) -> None:
         assert np.array_equal(second.prefill(ids), wanted)
 
 
-def test_damaged_and_foreign_files(plans: Plans, simple: Decoder, tmp_path: Path) -> None:
+def test_damaged_and_foreign_files(decoder_plans: Plans, simple: Decoder, tmp_path: Path) -> None:
     with simple.sequence() as sequence:
         sequence.prefill([1, 2, 3])
         place = tmp_path / "a.npz"
@@ -267,7 +186,7 @@ def test_damaged_and_foreign_files(plans: Plans, simple: Decoder, tmp_path: Path
         place.write_bytes(place.read_bytes()[:-200])
         with pytest.raises(DamagedError):
             sequence.load(place)
-        with load(plans.place("hybrid"), threads=1).sequence() as other:
+        with load(decoder_plans.place(Tiny("hybrid")), threads=1).sequence() as other:
             other.prefill([1, 2])
             other.save(place)
         with pytest.raises(UsageError, match="another model"):

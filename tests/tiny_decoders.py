@@ -60,13 +60,19 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(_CONFIGS)
 
 
-def make(family: str) -> Any:
-    """The same weights at every call."""
+#: choices that no rounding can change: every expert, every key
+_SETTLED = {"num_experts_per_tok": 8, "topk_group": 1, "n_group": 1, "index_topk": 4096}
+
+
+def make(family: str, *, settled: bool = False) -> Any:
+    """The same weights at every call. settled: all experts and keys are chosen, not the best."""
     import transformers
 
     name, fields = _CONFIGS[family]
     cls = getattr(transformers, name)
     fields = {**_COMMON, **fields}
+    if settled:
+        fields |= {name: value for name, value in _SETTLED.items() if name in fields}
     if "vision_config" in cls.config_class.sub_configs:
         fields = {"text_config": fields, "vision_config": _VISION}
     torch.manual_seed(0)

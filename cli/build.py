@@ -29,6 +29,10 @@ from graphc.errors import UsageError
     help="Build a language model with its states: prefill and decode, for `graphc generate`.",
 )
 @decoder_options
+@click.option(
+    "--drafts", type=click.IntRange(2), metavar="K",
+    help="Also a phase that scores up to K drafted tokens at once.",
+)  # fmt: skip
 @click.option("--verify", is_flag=True, help="Run the graph before and after each pass, compare.")
 @click.option(
     "--dump-passes",
@@ -43,6 +47,7 @@ def build(
     generate: bool,
     chunk: int | None,
     batch: int | None,
+    drafts: int | None,
     verify: bool,
     dump_passes: Path | None,
     as_json: bool,
@@ -57,11 +62,11 @@ def build(
     build = BuildOptions(**options)
     if generate:
         report = build.build_decoder(
-            model, output, chunk=chunk, batch=batch, verify=verify, dump_passes=dump_passes,
-            quiet=as_json,
+            model, output, chunk=chunk, batch=batch, drafts=drafts, verify=verify,
+            dump_passes=dump_passes, quiet=as_json,
         )  # fmt: skip
-    elif chunk or batch:
-        raise UsageError("expected --generate with --chunk and --batch")
+    elif chunk or batch or drafts:
+        raise UsageError("expected --generate with --chunk, --batch and --drafts")
     else:
         report = build.build(model, output, verify=verify, dump_passes=dump_passes, quiet=as_json)
     if as_json:

@@ -140,6 +140,7 @@ class BuildOptions:
         *,
         chunk: int | None = None,
         batch: int | None = None,
+        drafts: int | None = None,
         verify: bool = False,
         dump_passes: Path | None = None,
         quiet: bool = False,
@@ -175,7 +176,7 @@ class BuildOptions:
                 tune=self.tune,
             )
             return decoders.build(
-                model, output, options, dtype=self.dtype, chunk=chunk, batch=batch
+                model, output, options, dtype=self.dtype, chunk=chunk, batch=batch, drafts=drafts
             )
 
     def bisect(self, model: str, *, rtol: float, atol: float) -> BisectRecord | None:

@@ -2,7 +2,8 @@
 
 One capture holds for any number of sequences and tokens. The phases are that graph for other
 ranges: prefill (one sequence, up to `chunk` tokens), decode (one token for each of up to `batch`
-sequences).
+sequences), and where it is asked for verify (2 to `drafts` tokens for each, and what follows each
+of them).
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ TRACED_PAGES, TRACED_SLOTS = 13, 5
 CHUNK = 2048
 BATCH = 8
 TOKENIZER = "tokenizer.json"
+#: lengths that a phase has for good: sequences B, new tokens of each T, scores of each K
+FIXED: dict[str, dict[str, int]] = {
+    "prefill": {"B": 1, "K": 1}, "decode": {"T": 1, "K": 1}, "verify": {},
+}  # fmt: skip
 CAPTURES = 3  # at most, to cover all lengths of a sequence
 #: what a capture says of its range where another capture holds for the rest
 _OWN_NOTES = ("M is proven for", "the model is not proven for the whole range")
@@ -50,12 +55,14 @@ _OWN_NOTES = ("M is proven for", "the model is not proven for the whole range")
 @dataclass(frozen=True)
 class Limits:
     """chunk: tokens of a prompt in one run; batch: sequences of one decode; context: tokens of a
-    sequence; sequences: how many the states have room for at full length."""
+    sequence; sequences: how many the states have room for at full length; drafts: tokens of a
+    sequence in one verify, 0 where there is no such phase."""
 
     chunk: int
     batch: int
     context: int
     sequences: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ def build(
     chunk: int | None = None,
     batch: int | None = None,
     sequences: int | None = None,
+    drafts: int | None = None,
 ) -> BuildReport:
     """Builds a causal language model with its states into the plan folder `output`.
 
@@ -89,6 +97,7 @@ def build(
         chunk: the most tokens of a prompt in one run [2048].
         batch: the most sequences of one decode [8].
         sequences: how many at full length the states have room for [batch].
+        drafts: the most tokens whose successors one verify scores, 2 and more [no such phase].
 
     Raises GraphcError: one of graphc.errors, with what, where and what to do.
     """
@@ -113,7 +122,9 @@ def build(
         decoder, longest = found
         context = max(contexts(table, options.buckets, longest).values())
         most = batch or BATCH
-        limits = Limits(min(chunk or CHUNK, context), most, context, sequences or most)
+        room = sequences or most
+        limits = Limits(min(chunk or CHUNK, context), most, context, room, drafts or 0)
+        _check(limits)
         phases = capture_decoder(decoder, limits, keep=native_operators(), prepare=prepare)
         text, files = _text(model, decoder)
         stop, begin = list(decoder.stop), list(decoder.begin)
@@ -126,6 +137,14 @@ def build(
         files=files,
         records=records,
     )  # fmt: skip
+
+
+def _check(limits: Limits) -> None:
+    if limits.drafts and not 2 <= limits.drafts <= limits.chunk:
+        raise UsageError(
+            f"expected 2 to {limits.chunk} drafted tokens (a chunk of a prompt has as many), found "
+            f"{limits.drafts}"
+        )
 
 
 def _text(model: str | torch.nn.Module, decoder: StatefulDecoder) -> tuple[str, dict[str, str]]:
@@ -158,6 +177,7 @@ def capture_decoder(
         "start": {0: batch},
         "table": {0: batch, 1: Dim("M", min=1, max=max(2, columns))},
         "slots": {0: batch},
+        "kept": {0: Dim("K", min=1, max=max(2, limits.drafts))},
     }
     captures = _captures(decoder, shapes, columns, keep)
     captured = captures[0]
@@ -171,21 +191,34 @@ def capture_decoder(
         spec = kinds[value.name]
         (rows if spec.kind == "rows" else fixed).append(position)
         sizes[value.name] = spec.content(pages=pages, page=page, slots=slots)
-    one, many = {"B": 1}, {"T": 1}
     graphs: list[tuple[str, Graph]] = []
     origins: list[Graph] = []
     room: list[tuple[int, int]] = []
     for origin in (made.graph for made in captures):
         graph = prepare(origin)
         for stretch in _stretches(graph, page):
-            tokens, batch_range = (1, limits.chunk), (1, limits.batch)
-            prefill = specialise(graph, one, {"T": tokens, "M": stretch}, sizes)
-            decode = specialise(graph, many, {"B": batch_range, "M": stretch}, sizes)
-            graphs += [("prefill", prefill), ("decode", decode)]
-            origins += [origin, origin]
+            for phase, ranges in _phases(limits).items():
+                own = {**ranges, "M": stretch}
+                graphs.append((phase, specialise(graph, FIXED[phase], own, sizes)))
+                origins.append(origin)
             room.append(stretch)
-    facts = DecoderPlan(page, pages, slots, limits.chunk, limits.batch, limits.context, rows, fixed)
-    return Phases(captured, tuple(graphs), tuple(origins), structs.replace(facts, columns=room))
+    facts = DecoderPlan(
+        page, pages, slots, limits.chunk, limits.batch, limits.context, rows, fixed, columns=room,
+        drafts=limits.drafts,
+    )  # fmt: skip
+    return Phases(captured, tuple(graphs), tuple(origins), facts)
+
+
+def _phases(limits: Limits) -> dict[str, dict[str, tuple[int, int]]]:
+    """The ranges of each phase's symbols."""
+    made: dict[str, dict[str, tuple[int, int]]] = {
+        "prefill": {"T": (1, limits.chunk)},
+        "decode": {"B": (1, limits.batch)},
+    }
+    if limits.drafts:
+        some = (1, limits.drafts)
+        made["verify"] = {"B": (1, limits.batch), "T": some, "K": some}
+    return made
 
 
 def _captures(
@@ -263,7 +296,7 @@ def phase_sides(phases: Phases, table: Shapes, names: Sequence[str]) -> list[Sid
     """What to build: every phase's graph, planned for every context."""
     facts = phases.decoder
     asked = contexts(table, names, facts.context)
-    lengths = {"T": facts.chunk, "B": facts.batch}
+    lengths = {"T": facts.chunk, "B": facts.batch, "K": facts.drafts}
 
     def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:
         made: list[Bucket] = []
@@ -276,8 +309,7 @@ def phase_sides(phases: Phases, table: Shapes, names: Sequence[str]) -> list[Sid
             made.append(Bucket(name, limits))
         return made
 
-    fixed = {"prefill": {"B": 1}, "decode": {"T": 1}}
     return [
-        Side(graph, phase, buckets, fixed[phase], origin)
+        Side(graph, phase, buckets, FIXED[phase], origin)
         for (phase, graph), origin in zip(phases.graphs, phases.origins, strict=True)
     ]

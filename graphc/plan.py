@@ -189,7 +189,8 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     `rows` are the states of pages [pages, page, W] (page 0 is never handed out; fewer rows a page
     where one stands for several tokens), `fixed` those with one entry for each of `slots`
     sequences, as indices into `Plan.states`. `chunk` is the longest piece of a prompt that one run
-    takes, `batch` the most sequences of a decode, `context` the most tokens of a sequence.
+    takes, `batch` the most sequences of a decode, `context` the most tokens of a sequence,
+    `drafts` the most tokens of one verify (0: the plan has none).
     `columns` are the ranges of table widths that programs take. `stop` are the tokens that end a
     text, `begin` those that stand in front of one; `text` says how text becomes tokens: "bytes"
     (a token is a byte), "tokenizer" (tokenizer.json of the plan), "" (unknown).
@@ -207,6 +208,7 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     stop: list[int] = []
     begin: list[int] = []
     text: str = ""
+    drafts: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True):

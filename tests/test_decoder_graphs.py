@@ -47,7 +47,7 @@ class Player:
     def step(self, rows: list[int], ids: torch.Tensor, start: list[int]) -> torch.Tensor:
         given = {
             "input_ids": ids, "start": torch.tensor(start, dtype=torch.int32),
-            "table": TABLE[rows], "slots": SLOTS[rows],
+            "table": TABLE[rows], "slots": SLOTS[rows], "kept": torch.tensor([ids.shape[1] - 1]),
         }  # fmt: skip
         done = run(self.graph, [given[v.name] for v in self.graph.inputs], self.states)
         self.states.update(done.states)
@@ -89,7 +89,7 @@ def test_the_capture_holds_for_all_lengths(family: str) -> None:
     captured = phases(family).captured
     assert captured.notes == ()
     ranges = {s.name: (s.minimum, s.maximum) for s in captured.graph.symbols.values()}
-    assert ranges == {"B": (1, 4), "T": (1, 256), "M": (1, 16)}
+    assert ranges == {"B": (1, 4), "T": (1, 256), "M": (1, 16), "K": (1, 2)}
     assert captured.graph.guards == ()
 
 

@@ -86,15 +86,20 @@ class Hybrid(nn.Module):
                 module.reset()
 
     def forward(
-        self, input_ids: Tensor, states: States | None = None, logits_to_keep: int = 0
+        self, input_ids: Tensor, states: States | None = None, logits_to_keep: int | Tensor = 0
     ) -> Tensor:
         """Args:
         input_ids: the next T tokens of B sequences.
         states: what came before; it has these tokens too afterwards. None: nothing did.
-        logits_to_keep: only of so many last tokens; 0: of all.
+        logits_to_keep: only of so many last tokens, or of the tokens at these positions of
+            input_ids (int64 [K]); 0: of all.
         """
         hidden = self.hidden(input_ids, NoStates() if states is None else states)
-        logits: Tensor = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        logits: Tensor = self.lm_head(hidden)
         return logits
 
     def hidden(self, input_ids: Tensor, states: States) -> Tensor:

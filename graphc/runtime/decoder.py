@@ -83,30 +83,61 @@ class Decoder:
             UsageError: a sequence is full, appears twice, or there are no pages left; nothing ran.
         """
         ids = np.asarray(tokens, np.int64).reshape(-1)
+        self._reserve(sequences, ids[:, None])
+        made: list[Logits] = []
+        for first in range(0, len(ids), self.facts.batch):
+            some = sequences[first : first + self.facts.batch]
+            made.append(self._run(some, ids[first : first + len(some), None])[:, -1])
+        return made[0] if len(made) == 1 else np.concatenate(made)
+
+    def verify(self, sequences: Many[Sequence], tokens: ArrayLike) -> Logits:
+        """The same K tokens more [B, K] as K decodes, at once: float32 [B, K, V], the scores of
+        what follows each of them. A snapshot taken before is the way back to a token before the
+        last.
+
+        Raises:
+            UsageError: as `decode`, or K is not what the plan was built for; nothing ran.
+        """
+        ids = np.asarray(tokens, np.int64)
+        drafts = self.facts.drafts
+        if ids.ndim != 2 or not 2 <= ids.shape[1] <= drafts:
+            raise UsageError(
+                f"expected tokens [sequences, 2 to {drafts}], found {list(ids.shape)}"
+                if drafts
+                else "expected a plan with the phase verify, found one without",
+                hint="build with room for more: graphc build MODEL --generate --drafts K",
+            )
+        self._reserve(sequences, ids)
+        made = [
+            self._run(sequences[first : first + self.facts.batch],
+                      ids[first : first + self.facts.batch], ids.shape[1])
+            for first in range(0, len(ids), self.facts.batch)
+        ]  # fmt: skip
+        return made[0] if len(made) == 1 else np.concatenate(made)
+
+    # ------------------------------------------------------------ for sequences
+
+    def _reserve(self, sequences: Many[Sequence], ids: NDArray[np.int64]) -> None:
+        """Room for ids [B, T]."""
         if len(sequences) != len(ids):
             raise UsageError(f"expected {len(sequences)} tokens, found {len(ids)}")
         if len(set(map(id, sequences))) != len(sequences):
             raise UsageError("expected different sequences, found one twice")
         for sequence in sequences:
-            sequence._reserve(1)
-        made: list[Logits] = []
-        for first in range(0, len(ids), self.facts.batch):
-            some = sequences[first : first + self.facts.batch]
-            made.append(self._run(some, ids[first : first + len(some), None]))
-        return made[0] if len(made) == 1 else np.concatenate(made)
+            sequence._reserve(ids.shape[1])
 
-    # ------------------------------------------------------------ for sequences
-
-    def _run(self, sequences: Many[Sequence], ids: NDArray[np.int64]) -> Logits:
-        """Appends ids [B, T], for which there is room; gives the logits [B, V] behind the last."""
+    def _run(self, sequences: Many[Sequence], ids: NDArray[np.int64], keep: int = 1) -> Logits:
+        """Appends ids [B, T], for which there is room; gives the logits [B, keep, V] behind the
+        last ones."""
         answer = self.session.run(
             input_ids=ids, start=np.array([s.length for s in sequences], np.int32),
             table=self._table(sequences, ids.shape[1]),
             slots=np.array([s.slot for s in sequences], np.int32),
+            kept=np.arange(ids.shape[1] - keep, ids.shape[1]),
         )  # fmt: skip
         for sequence in sequences:
             sequence.length += ids.shape[1]
-        logits: Logits = answer["logits"][:, -1]
+        logits: Logits = answer["logits"]
         return logits
 
     def _table(self, sequences: Many[Sequence], more: int) -> NDArray[np.int32]:
@@ -191,13 +222,18 @@ class Sequence:
         chunk = self.decoder.facts.chunk
         for first in range(0, len(ids), chunk):
             logits = self.decoder._run([self], ids[None, first : first + chunk])
-        last: Logits = logits[0]
+        last: Logits = logits[0, -1]
         return last
 
     def decode(self, token: int) -> Logits:
         """Appends one token: float32 [V]."""
         last: Logits = self.decoder.decode([self], [token])[0]
         return last
+
+    def verify(self, tokens: ArrayLike) -> Logits:
+        """Appends K tokens: float32 [K, V], what K calls of `decode` give."""
+        scores: Logits = self.decoder.verify([self], np.asarray(tokens, np.int64)[None])[0]
+        return scores
 
     def fork(self) -> Sequence:
         """Another sequence with the same past; pages are shared until one of them is written."""

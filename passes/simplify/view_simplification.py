@@ -67,13 +67,14 @@ def row_major(value: Value) -> bool:
 
 
 class _Identity(_ViewRule):
-    """Copies of row-major values, whole slices, views to the same shape, inactive dropout."""
+    """Copies of row-major values, whole slices, views to the same shape, inactive dropout, and the
+    choice of one entry out of one."""
 
     name = "no_op"
     roots = (
         _RESHAPES | _AXIS_ORDERS | _COPIES | _EXPANDS
         | {"aten.slice", "aten.narrow", "aten.dropout", "aten.squeeze", "aten.repeat",
-           "aten.native_dropout", "aten.tile"}
+           "aten.native_dropout", "aten.tile", "aten.index"}
     )  # fmt: skip
 
     def pattern(self, node: Node, facts: Facts) -> Iterator[Make | Refused]:
@@ -96,9 +97,22 @@ class _Identity(_ViewRule):
             return not node.argument("train") or node.argument("p") == 0
         if name in _AXIS_ORDERS:
             return axis_order(node) == tuple(range(rank(source)))
+        if name == "aten.index":
+            return _one_of_one(node, source)
         if name in ("aten.slice", "aten.narrow"):
             return name == "aten.narrow" or node.argument("step") == 1
         return True
+
+
+def _one_of_one(node: Node, source: Value) -> bool:
+    """There is one index, and only the value 0 (or -1) that it can have."""
+    chosen = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
+    return (
+        len(chosen) == 1
+        and chosen[0][1].type.shape == (1,)
+        and chosen[0][1].type.dtype == "int64"
+        and source.type.shape[chosen[0][0]] == 1
+    )
 
 
 def axis_order(node: Node) -> tuple[int, ...] | None:

@@ -90,8 +90,10 @@ def substituted() -> Iterator[None]:
 def hybrid_decoder(model: Hybrid, **options: Any) -> StatefulDecoder:
     """The model as a StatefulDecoder; `substituted()` must be open while it is made and traced."""
 
-    def run(ids: torch.Tensor, positions: torch.Tensor, book: Book, every: bool) -> torch.Tensor:
-        logits: torch.Tensor = model(ids, BookStates(book), 0 if every else 1)
+    def run(
+        ids: torch.Tensor, positions: torch.Tensor, book: Book, kept: torch.Tensor
+    ) -> torch.Tensor:
+        logits: torch.Tensor = model(ids, BookStates(book), kept)
         return logits
 
     return StatefulDecoder(model, run, **options)

@@ -1,7 +1,7 @@
 """A decoder as a module whose past are its buffers: what is captured for prefill and decode.
 
-forward(input_ids int64 [B, T], start int32 [B], table int32 [B, M], slots int32 [B]) gives the
-float32 logits [B, 1, V] of the last token (`every=True`: [B, T, V]) and changes the states.
+forward(input_ids int64 [B, T], start int32 [B], table int32 [B, M], slots int32 [B], kept int64
+[K]) gives the float32 logits [B, K, V] behind the tokens input_ids[:, kept] and changes the states.
 Sequence b has start[b] tokens before this call, in the pages table[b] and the slot slots[b]; all
 of its state is zero when it begins.
 """
@@ -18,8 +18,8 @@ from graphc.frontends.decoder.book import Book, StateSpec, opened
 #: rows of a page. FlashMLA's and DeepGEMM's page, and a whole number of key panels
 PAGE = 64
 
-#: what a decoder computes: (input_ids, position_ids, book, every) -> logits
-Forward = Callable[[torch.Tensor, torch.Tensor, Book, bool], torch.Tensor]
+#: what a decoder computes: (input_ids, position_ids, book, kept) -> logits
+Forward = Callable[[torch.Tensor, torch.Tensor, Book, torch.Tensor], torch.Tensor]
 
 
 class StatefulDecoder(torch.nn.Module):
@@ -35,7 +35,7 @@ class StatefulDecoder(torch.nn.Module):
 
     def __init__(
         self, model: torch.nn.Module, forward: Forward, *, pages: int, slots: int,
-        page: int = PAGE, every: bool = False, stop: Sequence[int] = (),
+        page: int = PAGE, stop: Sequence[int] = (),
         begin: Sequence[int] = (), bytes_are_tokens: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -43,7 +43,7 @@ class StatefulDecoder(torch.nn.Module):
         self.page = page
         self.stop, self.begin = tuple(stop), tuple(begin)
         self.bytes_are_tokens = bytes_are_tokens
-        self._forward, self._every = forward, every
+        self._forward = forward
         self.specs: tuple[StateSpec, ...] = tuple(self._found().values())
         for spec in self.specs:
             shape = spec.content(pages=pages, page=page, slots=slots)
@@ -55,20 +55,21 @@ class StatefulDecoder(torch.nn.Module):
         one = torch.zeros(1, dtype=torch.int32)
         table = torch.ones(1, 1, dtype=torch.int32)
         book = Book(one, table, one, self.page, None)
+        ids, positions = torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)
         with torch.no_grad(), opened(book):
-            self._forward(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)[None], book, False)
+            self._forward(ids, positions[None], book, positions[2:])
         return book.specs
 
     def forward(
         self, input_ids: torch.Tensor, start: torch.Tensor, table: torch.Tensor,
-        slots: torch.Tensor,
+        slots: torch.Tensor, kept: torch.Tensor,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """{"logits": ...}."""
         contents = {spec.name: self.get_buffer(spec.buffer) for spec in self.specs}
         positions = start.long()[:, None] + torch.arange(input_ids.shape[1])
         book = Book(start, table, slots, self.page, contents)
         with opened(book):
-            logits = self._forward(input_ids, positions, book, self._every).float()
+            logits = self._forward(input_ids, positions, book, kept).float()
         for name, content in book.after.items():
             contents[name].copy_(content)
         return {"logits": logits}
@@ -82,6 +83,7 @@ class StatefulDecoder(torch.nn.Module):
             "start": torch.arange(batch, dtype=torch.int32),
             "table": table,
             "slots": torch.arange(batch, dtype=torch.int32),
+            "kept": torch.zeros(2, dtype=torch.int64),
         }
 
 
@@ -94,10 +96,12 @@ def transformers_decoder(model: Any, **options: Any) -> StatefulDecoder:
     install(model)
     layers = int(model.config.get_text_config().num_hidden_layers)
 
-    def run(ids: torch.Tensor, positions: torch.Tensor, book: Book, every: bool) -> torch.Tensor:
+    def run(
+        ids: torch.Tensor, positions: torch.Tensor, book: Book, kept: torch.Tensor
+    ) -> torch.Tensor:
         answer = model(
             input_ids=ids, position_ids=positions, use_cache=True,
-            cache=PagedCache(book, layers), logits_to_keep=0 if every else 1,
+            cache=PagedCache(book, layers), logits_to_keep=kept,
         )  # fmt: skip
         logits: torch.Tensor = answer.logits
         return logits

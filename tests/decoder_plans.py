@@ -18,8 +18,8 @@ from graphc.report import BuildReport
 from tests.tiny_decoders import make
 
 CONTEXT = 512
-#: what a prompt is cut into
-CHUNK = 96
+#: what a prompt is cut into; drafted tokens that are verified at once
+CHUNK, DRAFTS = 96, 5
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Plans:
         if tiny not in self.reports:
             options = Options(buckets=("128", str(CONTEXT)), jobs=1)
             self.reports[tiny] = decoders.build(
-                tiny.model(), place, options, chunk=CHUNK, batch=3, sequences=4
+                tiny.model(), place, options, chunk=CHUNK, batch=3, sequences=4, drafts=DRAFTS
             )
         return place
 

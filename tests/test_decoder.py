@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from graphc.errors import DamagedError, UsageError
 from graphc.runtime.decoder import Decoder, load
 from graphc.runtime.pages import PagePool
-from tests.decoder_plans import CONTEXT, Plans, Tiny
+from tests.decoder_plans import CONTEXT, DRAFTS, Plans, Tiny
 
 #: a plan takes its time: two kinds are always built, keys and values of heads, and everything else
 FAMILIES = (
@@ -67,6 +68,7 @@ def test_no_fallbacks(decoder_plans: Plans, family: str) -> None:
     assert {(f.phase, f.target, f.reason) for f in report.fallbacks} == set()
     assert {(b.phase, b.name) for b in report.buckets} >= {
         ("prefill", "128"), ("prefill", "512"), ("decode", "128"), ("decode", "512"),
+        ("verify", "128"), ("verify", "512"),
     }  # fmt: skip
 
 
@@ -91,6 +93,53 @@ def test_pieces_and_single_tokens_give_the_same(decoder: Decoder, family: str) -
             alone = single.decode(int(token))
         assert relative(pieces, wanted) < 1e-5
         assert relative(alone, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("count", [2, DRAFTS])
+def test_verified_drafts_are_decoded_tokens(decoder: Decoder, family: str, count: int) -> None:
+    """Four sequences, more than one run takes; some of them end a page on the way."""
+    lengths = (5, 62, 127, 60)
+    drafts = np.stack([prompt(family, count, seed=n) for n in lengths])
+    texts = [decoder.sequence() for _ in lengths]
+    for text, length in zip(texts, lengths, strict=True):
+        text.prefill(prompt(family, length, seed=length))
+    with contextlib.ExitStack() as opened:
+        before = [opened.enter_context(text.snapshot()) for text in texts]
+        scores = decoder.verify(texts, drafts)
+        after = decoder.decode(texts, [7] * len(texts))
+        for text, snapshot in zip(texts, before, strict=True):
+            text.rollback(snapshot)
+        for k in range(count):
+            alone = decoder.decode(texts, drafts[:, k])
+            assert relative(scores[:, k], alone) < 1e-5
+        assert relative(after, decoder.decode(texts, [7] * len(texts))) < 1e-5
+    for text in texts:
+        text.close()
+
+
+@pytest.mark.parametrize("accepted", range(DRAFTS))
+def test_rejected_drafts_leave_nothing(decoder: Decoder, family: str, accepted: int) -> None:
+    ids, drafts = prompt(family, 62), prompt(family, DRAFTS, seed=5)
+    with decoder.sequence() as text, decoder.sequence() as never:
+        text.prefill(ids)
+        never.prefill(ids)
+        with text.snapshot() as place:
+            text.verify(drafts)
+            text.rollback(place)
+        for token in drafts[:accepted]:
+            text.decode(int(token))
+            never.decode(int(token))
+        assert np.array_equal(text.decode(30), never.decode(30))
+        assert len(text.pages) == len(never.pages)
+
+
+def test_drafts_that_are_refused(simple: Decoder) -> None:
+    with simple.sequence() as text:
+        text.prefill([3, 4, 5])
+        for drafts in ([1], np.ones(DRAFTS + 1)):
+            with pytest.raises(UsageError, match=f"2 to {DRAFTS}"):
+                text.verify(drafts)
+        assert text.length == 3
 
 
 def test_a_batch_of_different_lengths(decoder: Decoder, family: str) -> None:

@@ -166,7 +166,7 @@ def summaries(rows: list[Judged]) -> list[str]:
             continue
         mean = math.exp(sum(math.log(row.ratio or 1.0) for row in dense) / max(1, len(dense)))
         worst = min(done, key=lambda row: (row.ratio or 0) / row.mark)
-        state = "ok" if mean >= GEOMETRIC_MEAN else f"short of {GEOMETRIC_MEAN}"
+        state = "ok" if mean >= GEOMETRIC_MEAN or not dense else f"short of {GEOMETRIC_MEAN}"
         good = sum(not row.short for row in done)
         lines.append(
             f"{threads} thread(s), {len(done)} rows: geometric mean {mean:.2f} x ({state}), "

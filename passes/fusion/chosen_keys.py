@@ -4,6 +4,9 @@ DeepSeek Sparse Attention as transformers ships it (deepseek_v32) scores every k
 positions of the best into a mask and attends to all keys under that mask. The scores and the choice
 become graphc.lightning_indexer, the attention graphc.sparse_attention: no T x S scores, mask or
 expanded key that nobody chose is left.
+
+Absorbed attention (see absorbed_latent) costs more for a key than attention over expanded keys:
+where queries see little more than they choose, all keys under a mask are less work.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ aten = torch.ops.aten
 #: an additive mask at least this low leaves no weight to what it masks
 _LOW = {"float16": -6e4}
 _LOW_ENOUGH = -1e30
+#: queries from which on they are many
+_MANY = 32
 _NEGATIONS = frozenset(("aten.logical_not", "aten.bitwise_not"))
 _CONJUNCTIONS = frozenset(("aten.logical_and", "aten.bitwise_and"))
 _LENGTHENED = frozenset(("aten.unsqueeze", "aten.squeeze", "aten.view", "aten.select"))
@@ -36,12 +41,16 @@ _LENGTHENED = frozenset(("aten.unsqueeze", "aten.squeeze", "aten.view", "aten.se
 
 @dataclass(frozen=True)
 class ChosenKeys:
-    """Masks that are added or boolean, over a causal mask or none."""
+    """Masks that are added or boolean, over a causal mask or none. Attention stays one over all
+    keys where many queries see on average at most `seen` times as many keys as they choose, and
+    their mask takes at most `mask_bytes`."""
 
+    seen: float = 2.5
+    mask_bytes: int = 1 << 24
     name: ClassVar[str] = "chosen_keys"
 
     def run(self, graph: Graph, log: Log) -> Graph:
-        return apply_rules(graph, [_Chosen(Positions(Facts(graph)))], log)
+        return apply_rules(graph, [_Chosen(Positions(Facts(graph)), self)], log)
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,14 @@ class _Found:
     scores: Scores
     count: int
     start: Dim  # the last key that the first query sees
+    masked: bool  # attention over all keys under a mask
+    plain: Value | None  # the mask that is left where all keys are chosen
 
 
 @dataclass(frozen=True)
 class _Chosen(Rule[_Found]):
     positions: Positions
+    options: ChosenKeys
 
     name = "chosen_keys"
     roots = frozenset(("aten.scaled_dot_product_attention",))
@@ -69,10 +81,10 @@ class _Chosen(Rule[_Found]):
         masked = _masked_scores(topk.args[0], facts)
         if masked is None:
             yield Refused("the scores that keys are chosen by are not masked")
-        elif not _alike(_root(masked[1]), _root(base), facts):
+        elif not _alike(_root(masked[1]), _root(base), masked[2], facts):
             yield Refused("scores and attention are masked in different ways")
         else:
-            yield self._read(node, topk, masked[0], _root(base), facts)
+            yield self._read(node, topk, masked[0], base, facts)
 
     def _read(
         self, node: Node, topk: Node, scores: Value, base: Value, facts: Facts
@@ -95,8 +107,24 @@ class _Chosen(Rule[_Found]):
             return Refused("heads of the query share keys")
         if query.type.dtype not in ("float32", "bfloat16", "float16"):
             return Refused(f"queries are {query.type.dtype}")
-        start = self._start(base, queries, keys, facts)
-        return start if isinstance(start, Refused) else _Found(found, count, start)
+        start = self._start(_root(base), queries, keys, facts)
+        if isinstance(start, Refused):
+            return start
+        masked = self._masked(query.type.shape, keys, count, start)
+        every = isinstance(keys, int) and count >= keys
+        return _Found(found, count, start, masked, base if every else None)
+
+    def _masked(self, shape: Sequence[Dim], keys: Dim, count: int, start: Dim) -> bool:
+        """Whether attention over all keys is less work."""
+        batch, _, queries, _ = shape
+        if not all(isinstance(d, int) for d in (batch, queries, keys, start)):
+            return False
+        seen = sum(min(int(start) + t + 1, int(keys)) for t in range(int(queries)))
+        return (
+            int(queries) >= _MANY
+            and seen <= self.options.seen * count * int(queries)
+            and int(batch) * int(queries) * int(keys) <= self.options.mask_bytes
+        )
 
     def _start(self, base: Value, queries: Dim, keys: Dim, facts: Facts) -> Dim | Refused:
         """The last key that the first query sees under a causal mask, or under none."""
@@ -114,6 +142,9 @@ class _Chosen(Rule[_Found]):
 
     def rewrite(self, builder: Builder, found: _Found, node: Node) -> Sequence[Value]:
         query, key, value = node.args[:3]
+        if found.plain is not None:
+            kwargs = {k: v for k, v in node.kwargs.items() if k != "attn_mask"}
+            return builder.call(node.op, query, key, value, found.plain, **kwargs)
         scores = found.scores
         start = _starts(builder, query.type.shape[0], found.start)
         weights = builder.of(scores.weights)
@@ -126,11 +157,29 @@ class _Chosen(Rule[_Found]):
         scale: Any = node.argument("scale")
         if scale is None:
             scale = 1 / math.sqrt(int(query.type.shape[-1]))
+        if found.masked:
+            mask = _as_mask(builder, indices, key.type.shape[2])
+            return builder.call(
+                torch.ops.graphc.attention.default, query, key, value, mask, scale=float(scale),
+                ahead=found.start,
+            )  # fmt: skip
         made = builder.call1(
             torch.ops.graphc.sparse_attention.default, query, key, value, indices, start,
             scale=float(scale),
         )  # fmt: skip
         return [builder.call1(aten.permute.default, made, (0, 2, 1, 3))]
+
+
+def _as_mask(builder: Builder, indices: Value, keys: Dim) -> Value:
+    """bool [B, 1, T, S]: the chosen keys. What stands behind the last, -1, becomes 0: a query that
+    sees fewer keys than are wanted has chosen all."""
+    nothing = builder.call1(
+        aten.zeros.default, (*indices.type.shape[:2], keys), dtype=torch.bool
+    )  # fmt: skip
+    places = builder.call1(aten.clamp.default, indices, 0)
+    places = builder.call1(aten._to_copy.default, places, dtype=torch.int64)
+    mask = builder.call1(aten.scatter.value, nothing, 2, places, True)
+    return builder.call1(aten.unsqueeze.default, mask, 1)
 
 
 def _starts(builder: Builder, batch: Dim, start: Dim) -> Value:
@@ -172,21 +221,28 @@ def _scattered(hidden: Value, facts: Facts) -> Node | None:
     return chosen_by(indices)
 
 
-def _masked_scores(scores: Value, facts: Facts) -> tuple[Value, Value] | None:
-    """(scores [B, T, S], mask) of scores with a mask added or filled in."""
+def _masked_scores(scores: Value, facts: Facts) -> tuple[Value, Value, bool] | None:
+    """(scores [B, T, S], mask, whether it is True where they are hidden) of scores with a mask
+    added or filled in."""
     pair = addends(scores)
     if pair is not None:
         first, second = pair
-        return (first, second) if packet_of(_root(first)) == "aten.matmul" else (second, first)
+        made = packet_of(_root(first)) == "aten.matmul"
+        return (first, second, False) if made else (second, first, False)
     if packet_of(scores) == "aten.masked_fill" and facts.number(operand(scores, 2)) == -math.inf:
-        negated = operand(scores, 1)
-        if packet_of(negated) in _NEGATIONS:
-            return operand(scores), operand(negated)
+        hidden = operand(scores, 1)
+        if packet_of(hidden) in _NEGATIONS:
+            return operand(scores), operand(hidden), False
+        return operand(scores), hidden, True
     return None
 
 
-def _alike(a: Value, b: Value, facts: Facts) -> bool:
-    """Whether two masks are the same, or constants of the same elements in the same order."""
+def _alike(a: Value, b: Value, inverse: bool, facts: Facts) -> bool:
+    """Whether two masks are the same, or constants of the same (or inverse, as a negation that was
+    folded) elements in the same order."""
+    if inverse:
+        one, other = facts.weight(a), facts.weight(b)
+        return one is not None and other is not None and torch.equal(~one.ravel(), other.ravel())
     if a is b:
         return True
     number = facts.number(a)

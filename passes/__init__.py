@@ -7,7 +7,9 @@ from passes.fusion.attention import Attention
 from passes.fusion.attention_residuals import AttentionResiduals
 from passes.fusion.causal_attention import CausalAttention
 from passes.fusion.chosen_keys import ChosenKeys
+from passes.fusion.delta_rule import DeltaRule
 from passes.fusion.grouped_query import GroupedQuery
+from passes.fusion.late_heads import LateHeads
 from passes.fusion.layer_norm import LayerNorm
 from passes.fusion.lightning_indexer import LightningIndexer
 from passes.fusion.merged_linear import MergedLinear
@@ -60,8 +62,10 @@ PIPELINE: tuple[Pass, ...] = (
     PagedAttention(),  # what is left reads the pages themselves
     Routing(),  # after activation and softmax, whose operators make the scores
     Sinkhorn(),  # the rounds of a hyper-connection in registers
+    DeltaRule(),  # norms and strengths that linear attention has in registers anyway
     MergedLinear(),  # after attention: products of one input become one
     JoinedSlices(),  # what was put side by side is, in the merged product
+    LateHeads(),  # after all that looks for views of products: what follows joins the product
     ViewSimplification(),  # what the rewrites above left between views
     CommonSubexpressions(),
     CodedLinear(),  # last of all that looks for linears

@@ -112,6 +112,13 @@ def test_the_fusion_of_residuals_saves_two_passes_a_site() -> None:
     assert sites.bytes_after == row * (8 + sum(_counts()))
 
 
+def test_a_layer_of_linear_attention_is_seven_steps() -> None:
+    for phase in ("prefill", "decode"):
+        assert layers(phase)["KimiDeltaAttention"].launches_after == 3 * 7
+    passed = {r.name: len(r.matches) for r in _prepared() if r.matches}
+    assert passed["delta_rule"] == 3 and passed["late_heads"] >= 6
+
+
 def _counts() -> list[int]:
     return [
         len(node.argument("candidates"))

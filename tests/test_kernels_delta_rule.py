@@ -166,6 +166,18 @@ def test_options(isa: str) -> None:
         verify(isa, [args[0].transpose(2, 3).contiguous().transpose(2, 3), *flipped, args[5]])
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_strength(isa: str, dtype: torch.dtype) -> None:
+    """The sigmoid of beta is taken inside, whatever memory the logits are in."""
+    for tokens in (1, 5, 8, 9, 40):
+        args = case(2, tokens, 2, 32, 48, dtype=dtype)
+        logits = (4 * torch.randn(2, tokens, 7)).to(dtype)
+        logits[0, 0, 3] = 100.0
+        args[5] = logits[..., 3:5]
+        for strength in (1.0, 2.0):
+            verify(isa, args, strength=strength)
+
+
 @pytest.mark.parametrize("by_head", (False, True))
 def test_split_anywhere(isa: str, by_head: bool) -> None:
     """Going on from a state is going on."""

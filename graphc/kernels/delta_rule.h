@@ -19,6 +19,7 @@ struct gc_delta_rule_shape {
   int64_t by_head;                     // one decay for a head, not one for a key channel
   int64_t normalize, beta_type;        // 0 fp32, 1 bf16, 2 fp16
   int64_t scale;                       // a double
+  int64_t strength;                    // a double: of the sigmoid of beta; 0: beta as it is
   int64_t q_s[3], k_s[3], v_s[3], decay_s[3], beta_s[3], out_s[3];  // over batch, tokens, heads
 };
 
@@ -40,12 +41,14 @@ template <class T> struct Head {
   T* out;
   const float* before;  // null: zeros
   float* after;
-  float scale;
+  float scale, strength;
 
   float beta_of(int64_t t) const {
     const int64_t i = beta_offset + t * s->beta_s[1];
-    if (s->beta_type == 0) return ((const float*)beta)[i];
-    return s->beta_type == 1 ? to_float(((const bf16*)beta)[i]) : to_float(((const f16*)beta)[i]);
+    const float x = s->beta_type == 0   ? ((const float*)beta)[i]
+                    : s->beta_type == 1 ? to_float(((const bf16*)beta)[i])
+                                        : to_float(((const f16*)beta)[i]);
+    return strength == 0.0f ? x : strength * vsigmoid(x);
   }
 };
 
@@ -53,8 +56,9 @@ template <class T> static Head<T> head_of(const gc_args* args, int64_t z) {
   const gc_delta_rule_shape* s = (const gc_delta_rule_shape*)args->imm;
   const int64_t b = z / s->heads, h = z % s->heads;
   const auto at = [b](const int64_t (&step)[3], int64_t head) { return b * step[0] + head * step[2]; };
-  double scale;
+  double scale, strength;
   memcpy(&scale, &s->scale, sizeof scale);
+  memcpy(&strength, &s->strength, sizeof strength);
   int64_t state = z;
   if (s->states) {  // what lies outside is never touched, whatever a slot says
     const int64_t slot = ((const int32_t*)args->ptr[8])[b];
@@ -71,7 +75,8 @@ template <class T> static Head<T> head_of(const gc_args* args, int64_t z) {
           (T*)args->ptr[5] + at(s->out_s, h),
           s->fresh ? nullptr : (const float*)args->ptr[6] + state,
           (float*)args->ptr[7] + state,
-          (float)scale};
+          (float)scale,
+          (float)strength};
 }
 
 // The vector at `i` of a row of n, zero behind its end.

@@ -14,7 +14,8 @@ from graphc.ops.library import define
 
 _SCHEMA = (
     "delta_rule(Tensor? state, Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
-    "Tensor? slots=None, *, float scale, bool normalize=False) -> (Tensor, Tensor)"
+    "Tensor? slots=None, *, float scale, bool normalize=False, float? strength=None) "
+    "-> (Tensor, Tensor)"
 )
 #: under the root of the sum of squares, as in fla and transformers
 NORM_EPS = 1e-6
@@ -23,7 +24,7 @@ NORM_EPS = 1e-6
 def _meta(
     state: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     decay: torch.Tensor, beta: torch.Tensor, slots: torch.Tensor | None = None, *, scale: float,
-    normalize: bool = False,
+    normalize: bool = False, strength: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if state is None:
         batch, _, heads, width = value.shape
@@ -38,7 +39,7 @@ def _meta(
 def delta_rule(
     state: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     decay: torch.Tensor, beta: torch.Tensor, slots: torch.Tensor | None = None, *, scale: float,
-    normalize: bool = False,
+    normalize: bool = False, strength: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(o [B, T, H, V] of value's dtype, the states after the last token).
 
@@ -51,11 +52,14 @@ def delta_rule(
         beta: [B, T, H].
         slots: int32 [B], different ones.
         normalize: query and key are divided by sqrt(sum of squares + 1e-6) first.
+        strength: beta is strength * sigmoid of what is given, not that itself.
 
     Computed in float32 (float64 for float64 values), whatever the dtypes.
     """
     kind = torch.promote_types(value.dtype, torch.float32)
     q, k, v, g, b = (x.to(kind) for x in (query, key, value, decay, beta))
+    if strength is not None:
+        b = strength * torch.sigmoid(b)
     if normalize:
         q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for x in (q, k))
     group = v.shape[2] // k.shape[2]

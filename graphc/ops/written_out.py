@@ -117,6 +117,8 @@ def _delta_rule(call: Call) -> list[Made]:
     made: list[Made] = []
     if call.argument("normalize"):  # square, sum, + eps, root, product; of query and of key
         made += 2 * _wide(key, column, column, column, key)
+    if call.argument("strength") is not None:
+        made += _wide(column, column)
     made += _wide(key)
     if tokens == 1:
         made += _wide(key, state, value, value, value, state, state, value)

@@ -113,7 +113,7 @@ def _weighted_sum(node: Node) -> tuple[Value, Value] | None:
     name = packet_of(out)
     if name == "aten.einsum":
         return _einsum_sum(node)
-    if name == "aten.sum":
+    if node.target == "aten.sum.dim_IntList":
         dims, product = node.argument("dim"), operand(out)
         if packet_of(product) != "aten.mul" or not dims or len(dims) != 1:
             return None
@@ -127,7 +127,7 @@ def _weighted_sum(node: Node) -> tuple[Value, Value] | None:
                 if last and axis is not None and int(dims[0]) % rank(stack) == axis:
                     return operand(column), stack
         return None
-    product = unrounded(operand(out))
+    product = unrounded(operand(out)) if name != "aten.sum" else None
     if packet_of(product) not in ("aten.matmul", "aten.bmm") or rank(product) != rank(out) + 1:
         return None
     row, stack = operand(product), operand(product, 1)

@@ -99,7 +99,7 @@ def _dot(value: Any) -> tuple[Value, Value] | None:
             single = same(query.type.shape[0], 1)
             if product.producer.argument("bias") is None and column and single:
                 return keys, query
-    elif name == "aten.sum":
+    elif name == "aten.sum" and value.producer.target == "aten.sum.dim_IntList":
         return _summed(value)
     return None
 

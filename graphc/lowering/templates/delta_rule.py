@@ -32,6 +32,9 @@ def delta_rule(ctx: LoweringContext, node: Node) -> None:
     beta = ctx.view(node.argument("beta"))
     if beta.dtype not in ADDEND_TYPES:
         raise Refuse(f"a delta rule with beta of {beta.dtype}")
+    strength = node.argument("strength")
+    if strength == 0.0:
+        raise Refuse("a delta rule that writes nothing")
     out, after = ctx.outputs(node)
     if after.dtype != "float32":
         raise Refuse(f"a delta rule with states of {after.dtype}")
@@ -44,7 +47,7 @@ def delta_rule(ctx: LoweringContext, node: Node) -> None:
         tokens, heads, _group(ctx, heads, k.shape[2]), channels, width,
         after.shape[0] if chosen is not None else 0, int(before is None), int(by_head),
         int(bool(node.argument("normalize"))), ADDEND_TYPES[beta.dtype],
-        float_bits(float(node.argument("scale"))),
+        float_bits(float(node.argument("scale"))), float_bits(float(strength or 0.0)),
         *(stride for view in (q, k, v, decay, beta, out) for stride in view.strides[:3]),
     ]  # fmt: skip
     reads = [view for view in (q, k, v, decay, beta, before, chosen) if view is not None]

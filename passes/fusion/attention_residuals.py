@@ -130,6 +130,8 @@ def _weighted_sum(node: Node) -> tuple[Value, Value] | None:
     product = unrounded(operand(out)) if name != "aten.sum" else None
     if packet_of(product) not in ("aten.matmul", "aten.bmm") or rank(product) != rank(out) + 1:
         return None
+    if rank(product) < 2:
+        return None
     row, stack = operand(product), operand(product, 1)
     if packet_of(row) != "aten.unsqueeze" or not same(product.type.shape[-2], 1):
         return None

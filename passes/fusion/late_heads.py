@@ -95,7 +95,7 @@ def _before_cut(value: Value) -> Value | None:
         return None
     x: Value = operand(value)
     shape, cut = x.type.shape, value.type.shape
-    if rank(x) + 1 != rank(value) or not same_sizes(shape[:-1], cut[:-2]):
+    if rank(x) < 1 or rank(x) + 1 != rank(value) or not same_sizes(shape[:-1], cut[:-2]):
         return None
     return x if isinstance(cut[-1], int) and isinstance(cut[-2], int) else None
 

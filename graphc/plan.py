@@ -22,7 +22,7 @@ program over int64, whose items are an int (constant), "s<k>" (value of symbol k
 
 import msgspec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ABI_VERSION = 2  # must equal GC_ABI_VERSION in graphc/kernels/abi.h
 
 #: postfix operators of expressions; floor division and modulo follow Python's sign rules.

@@ -86,7 +86,8 @@ def save_draws(path: Path, draw: Callable[[int], Inputs]) -> list[str]:
             (mapped(inputs.args, written), mapped(inputs.kwargs, written), inputs.names, alike)
         )
         size += len(content)
-        if names and (content == last or size > _DRAWS_BYTES):
+        same = content == last or len(alike) == len(arrays)
+        if names and (same or size > _DRAWS_BYTES):
             break
         names.append(f"{path}-{len(names)}")
         Path(names[-1]).write_bytes(content)

@@ -66,6 +66,46 @@ def test_a_decode_step_is_judged_by_careful_peers() -> None:
     assert other.ratio is None and other.short == ["as written 5.00 < 6"]
 
 
+def test_a_layer_is_judged_by_every_way_of_writing_it() -> None:
+    results = {"rows": {
+        "dsa_step:8192 bf16 1": _row(graphc=1.0, eager=200.0),
+        "dsa_step:8192 fp32 1": _row(graphc=2.0, eager=300.0),
+        "dsa_step_split:8192 bf16 1": _row(aoti=5.0, openvino=9.0),
+        "dsa_step_absorbed:8192 fp32 1": _row(eager=4.5),
+    }}  # fmt: skip
+    low, high, split, _ = dense_table.judge(results)
+    assert low.best == "eager (absorbed, fp32)" and low.ratio == pytest.approx(4.5)
+    assert low.mark == 4.0 and not low.short
+    assert high.best == "eager (absorbed)" and high.mark == 1.0
+    assert split.peers and split.ratio is None and not split.short
+    assert "2 rows: geometric mean 1.00 x (ok)" in "\n".join(dense_table.summaries([low, high]))
+
+
+def test_what_draws_share_is_written_once(tmp_path: Path) -> None:
+    cache = np.arange(1 << 12, dtype=np.float32)
+
+    def draw(number: int) -> Inputs:
+        return Inputs((np.full(2, number, np.float32), [cache]), {"k": cache + number}, list("abc"))
+
+    files = save_draws(tmp_path / "shared", draw)
+    first, last = (Path(name).stat().st_size for name in (files[0], files[-1]))
+    assert last < first - cache.nbytes / 2
+    job = _job(tmp_path, inputs=files, dtype="bfloat16", kept=["b"])
+    loaded = jobs.load_inputs(job, 3)
+    assert loaded.args[0].dtype.name == "bfloat16" and float(loaded.args[0][0]) == 3
+    assert loaded.args[1][0].dtype == np.float32 and np.array_equal(loaded.args[1][0], cache)
+    assert float(loaded.kwargs["k"][0]) == 3
+
+
+def test_errors_of_choices_are_medians_over_rows() -> None:
+    true = [np.ones((1, 5, 4))]
+    found = true[0].copy()
+    found[0, 0] = 9.0  # chosen otherwise
+    found[0, 1:] *= 1.01
+    assert worker._middle([worker._by_row([found], true)])["error"] == pytest.approx(0.01)
+    assert "mismatch" in worker._middle([worker._by_row([found[:, :3]], true)])
+
+
 def test_wrong_results_and_slow_builds_count() -> None:
     rows = {"mlp:1 bf16 1": _row(graphc=2.0, eager=5.0, compile=4.0, openvino=1.0)}
     runtimes = rows["mlp:1 bf16 1"]["runtimes"]
@@ -83,7 +123,12 @@ def test_long_calls_take_few_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["encoder:16", "prefill:16", "step:16", "step_cat:16", "step_split:16", "mlp:2"]
+    "name",
+    [
+        *("encoder:16", "prefill:16", "step:16", "step_cat:16", "step_split:16", "mlp:2"),
+        *("kda_prefill:70", "kda_step", "dsa_prefill:520", "dsa_prefill_blocks:520"),
+        *("dsa_step:520", "dsa_step_absorbed:520", "dsa_step_split:520"),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.no_grad()
@@ -99,7 +144,9 @@ def test_workloads_run(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
     first = results[0] if isinstance(results, tuple) else results
     assert bool(first.isfinite().all()) and made.flops > 0
     written = [i for i, (a, b) in enumerate(zip(tensors, before, strict=True)) if (a != b).any()]
-    assert written == (list(range(2, 10)) if name == "step:16" else [])
+    in_place = {"step:16": range(2, 10), "dsa_step:520": (2, 3, 4)}
+    in_place["dsa_step_absorbed:520"] = in_place["dsa_step:520"]
+    assert written == list(in_place.get(name, ()))
     with pytest.raises(KeyError):
         workload("unknown:1")
 

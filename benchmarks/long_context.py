@@ -1,16 +1,17 @@
-"""Prompts of 2 K, 32 K and 128 K tokens through the reference hybrid: does cost follow length?
+"""Contexts of 2 K, 32 K and 128 K tokens through the reference hybrid: does cost follow length?
 
     python benchmarks/long_context.py --json long.json --markdown docs/benchmarks.md
 
 builds `k31_mini` (226 M parameters, random weights, bf16) as `graphc build --generate` does, into
 --plan if that is no plan yet, and runs it as `graphc generate` does, in a fresh process for each
-length: a prompt in pieces of the plan's chunk, then some tokens one by one. Times are set against
-the operations counted from the configuration (benchmarks/hybrid_arithmetic.py). Another process
-times prompts on both sides of an edge, in turn: one token more than the keys that are chosen, one
-more than a chunk, than two.
+context: a prompt in pieces of the plan's chunk, then the last 32 tokens one by one. Times are set
+against the operations counted from the configuration (benchmarks/hybrid_arithmetic.py). Another
+process times prompts on both sides of an edge, in turn: one token more than the keys that are
+chosen, one more than a chunk, than two.
 
-The file of --json is written after each process and continued by the next run, so that a length
-can be measured apart (--lengths 131072 --edges). --table measures nothing.
+The file of --json is written after each process and continued by the next run with as many threads,
+so that a context can be measured apart (--contexts 131072 --edges). --table measures nothing. At
+one thread CPU time counts, which other work on the machine disturbs least; at more, wall time.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
 
     from graphc.runtime.decoder import Decoder
 
-LENGTHS, EDGES = (2048, 32768, 131072), (512, 2048, 4096)
+CONTEXTS, EDGES = (2048, 32768, 131072), (512, 2048, 4096)
 BUCKETS = ("2K", "32K", "128K")
 DECODES, ROUNDS = 32, 7
-#: prompts up to so many tokens are prefilled ROUNDS times
+#: contexts up to so many tokens are filled ROUNDS times
 REPEATED = 8192
 #: prompts, and their tokens, before anything is timed: weights move after three runs
 WARM, SHORT = 3, 64
@@ -63,21 +64,20 @@ def build(place: str) -> None:
         decoders.build(hybrid("k31_mini"), Path(place), Options(buckets=BUCKETS), dtype="bfloat16")
 
 
-def measure(place: str, length: int, threads: int) -> dict[str, Any]:
-    """Seconds and memory of one prompt and of tokens behind it."""
-    decoder, ids, before = _ready(place, length, threads)
+def measure(place: str, context: int, threads: int) -> dict[str, Any]:
+    """Seconds and memory of a prompt and of the tokens behind it that fill its context."""
+    decoder, ids, before = _ready(place, context - DECODES, threads)
     prefill, decode = [], []
-    for _ in range(ROUNDS if length <= REPEATED else 1):
+    for _ in range(ROUNDS if context <= REPEATED else 1):
         with decoder.sequence() as sequence:
             prefill.append(_timed(sequence.prefill, ids))
             facts = decoder.session.describe()
-            decode += [_timed(sequence.decode, 5)[0] for _ in range(DECODES)]
+            decode += [_timed(sequence.decode, 5) for _ in range(DECODES)]
             held = len(sequence.pages) * decoder.page_bytes + decoder.slot_bytes
     peak = _resident("VmHWM") - _weights(decoder)
-    wall, cpu = (median(one) for one in zip(*prefill, strict=True))
     return {
-        "bucket": facts["bucket"], "threads": threads, "fallbacks": facts["fallback_steps"],
-        "prefill_s": wall, "prefill_cpu_s": cpu, "decode_ms": 1e3 * median(decode),
+        "prompt": len(ids), "bucket": facts["bucket"], "fallbacks": facts["fallback_steps"],
+        "prefill": _medians(prefill), "decode": _medians(decode),
         "peak": peak, "pages": held, "activations": peak - before - held,
         "planned": facts["arena_bytes"] + facts["scratch_bytes"],
     }  # fmt: skip
@@ -91,10 +91,7 @@ def edges(place: str, lengths: Sequence[int], threads: int) -> dict[str, Any]:
         for length, times in found.items():
             with decoder.sequence() as sequence:
                 times.append(_timed(sequence.prefill, ids[:length]))
-    return {
-        str(n): [[median(one) for one in zip(*found[m], strict=True)] for m in (n, n + 1)]
-        for n in lengths
-    }
+    return {str(n): [_medians(found[m]) for m in (n, n + 1)] for n in lengths}
 
 
 def _ready(place: str, length: int, threads: int) -> tuple[Decoder, NDArray[np.int64], int]:
@@ -120,6 +117,10 @@ def _timed(run: Callable[[Any], object], given: Any) -> tuple[float, float]:
     cpu, wall = time.process_time(), time.perf_counter()
     run(given)
     return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def _medians(times: Sequence[tuple[float, float]]) -> list[float]:
+    return [median(one) for one in zip(*times, strict=True)]
 
 
 def _resident(field: str) -> int:
@@ -166,7 +167,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
+    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
     parser.add_argument("--edges", type=int, nargs="*", default=list(EDGES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plan", type=Path, help="kept there and used again; else made anew")
@@ -183,10 +184,10 @@ def _measured(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[
         place = str(options.plan or Path(scratch) / "plan")
         _apart(build, place)
         os.sched_setaffinity(0, cores(options.threads))
-        for length in options.lengths:
+        for context in options.contexts:
             with _hold(options.lock):
-                found = _apart(measure, place, length, options.threads)
-            results.setdefault("lengths", {})[str(length)] = found
+                found = _apart(measure, place, context, options.threads)
+            results.setdefault("contexts", {})[str(context)] = found
             yield
         if options.edges:
             with _hold(options.lock):
@@ -202,6 +203,8 @@ def main() -> int:
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())
     if not options.table:
+        if results.get("threads") != options.threads:
+            results = {"threads": options.threads}
         results |= {"machine": machine(), "versions": versions()}
         for _ in _measured(options, results):
             if options.json:

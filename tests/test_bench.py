@@ -264,24 +264,28 @@ def test_results_are_compared_in_order() -> None:
 
 
 def test_growth_is_judged_by_operations() -> None:
-    def row(seconds: float, mib: float) -> dict[str, Any]:
+    def row(prompt: int, seconds: float, mib: float) -> dict[str, Any]:
         return {
-            "bucket": "x", "threads": 2, "fallbacks": 0, "prefill_s": seconds,
-            "prefill_cpu_s": 2 * seconds, "decode_ms": 1.0, "peak": 1, "pages": 1,
+            "prompt": prompt, "bucket": "x", "fallbacks": 0, "peak": 1, "pages": 1,
+            "prefill": [seconds, 2 * seconds], "decode": [0.01, 0.02],
             "activations": mib * 2**20, "planned": 2**20,
         }  # fmt: skip
 
     work = {n: total(K31_MINI, n) / total(K31_MINI, 2048) for n in (2048, 32768, 131072)}
     assert 23 < work[32768] < 25 and 180 < work[131072] < 200
-    lengths = {"2048": row(1, 40), "32768": row(work[32768], 40), "131072": row(190, 59)}
+    contexts = {
+        "2048": row(2048, 1, 40), "32768": row(32768, work[32768], 40),
+        "131072": row(131072, 190, 59),
+    }  # fmt: skip
     edges = {"512": [[1.0, 1.0], [1.09, 1.0]], "2048": [[1.0, 1.0], [1.11, 1.0]]}
-    results = {"lengths": lengths, "edges": {"512": edges["512"]}}
+    results = {"threads": 2, "contexts": contexts, "edges": {"512": edges["512"]}}
     assert long_context_table.short(results) == []
     results["edges"] = edges
     assert long_context_table.short(results) == ["2049 tokens: 1.11 x of 2048, operations 1.0005 x"]
-    lengths |= {"32768": row(1.01 * work[32768], 30)}
+    assert long_context_table.short(results | {"threads": 1}) == []  # by CPU time then
+    contexts["32768"] = row(32768, 1.01 * work[32768], 30)
     found = "\n".join(long_context_table.short(results))
-    assert "32768: time per token 1.51 x, operations 1.50 x" in found
+    assert "32768: time per token 1.513 x, operations 1.498 x" in found
     assert "131072: activations 1.97 x of 32768" in found
     first, last = marks("long context")
     text = long_context_table.written(f"# B\n{first}\nold\n{last}\nrest\n", results)

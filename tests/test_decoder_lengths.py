@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import long_context
 from graphc import decoders
 from graphc.api import Options
 from graphc.errors import InputRejectedError
@@ -108,6 +109,15 @@ assert {{entry[1:3] for entry in counts}} == {{
 assert not any(entry[3] for entry in counts), [entry for entry in counts if entry[3]]
 """
     run_counted(code, tmp_path, timeout=120)
+
+
+def test_contexts_are_measured(plan: Path) -> None:
+    """The benchmark's own measurement, of a context that is filled to its end."""
+    row = long_context.measure(str(plan), 1024, 1)
+    assert (row["prompt"], row["bucket"], row["fallbacks"]) == (1024 - 32, "1024", 0)
+    assert row["prefill"][1] > row["decode"][1] > 0 and row["planned"] > 0
+    below, above = long_context.edges(str(plan), [256], 1)["256"]
+    assert min(below) > 0 and min(above) > 0
 
 
 def _at(decoder: Decoder, length: int) -> Sequence:

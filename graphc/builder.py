@@ -374,16 +374,18 @@ def _tensor(name: str, type_: TensorType, table: Expressions) -> Tensor:
 
 
 def _symbols(graphs: Sequence[Graph], called: Graph) -> list[Symbol]:
-    """Every length of the plan; its range is that of all graphs together. `called` has the inputs
-    that tell them. A length that some graph has fixed is in range, too."""
+    """Every length of the plan, in the range of all graphs together; `called` has the inputs that
+    tell them. What some graphs have fixed is in range, too; what all have, in that of `called`."""
     made: dict[str, Symbol] = {}
-    for graph in graphs:
-        for info in graph.symbols.values():
-            where = (-1, -1) if info.data else _binding(called, info.expr)
-            low, high = info.minimum, min(info.maximum, UNBOUNDED)
-            if info.name in made:
-                low, high = min(low, made[info.name].minimum), max(high, made[info.name].maximum)
-            made[info.name] = Symbol(info.name, low, high, *where)
+    known = [info for graph in graphs for info in graph.symbols.values()]
+    free = {info.name for info in known}
+    told = [s for s in called.symbols.values() if s.name not in free and not s.data]
+    for info in (*known, *told):
+        where = (-1, -1) if info.data else _binding(called, info.expr)
+        low, high = info.minimum, min(info.maximum, UNBOUNDED)
+        if info.name in made:
+            low, high = min(low, made[info.name].minimum), max(high, made[info.name].maximum)
+        made[info.name] = Symbol(info.name, low, high, *where)
     return list(made.values())
 
 

@@ -127,7 +127,9 @@ def _weighted_sum(node: Node) -> tuple[Value, Value] | None:
                 if last and axis is not None and int(dims[0]) % rank(stack) == axis:
                     return operand(column), stack
         return None
-    product = unrounded(operand(out)) if name != "aten.sum" else None
+    if name == "aten.sum":
+        return None
+    product = unrounded(operand(out))
     if packet_of(product) not in ("aten.matmul", "aten.bmm") or rank(product) != rank(out) + 1:
         return None
     if rank(product) < 2:

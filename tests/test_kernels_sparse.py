@@ -79,6 +79,23 @@ def test_latent_widths_and_heads(isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(BOUND))
+def test_latent_rows_in_two_parts(isa: str, dtype: torch.dtype) -> None:
+    for heads, latent, rope in [(16, 512, 64), (8, 512, 64), (3, 256, 32), (9, 20, 2), (5, 36, 6)]:
+        pages, table = cache(2, 20, 16, latent, dtype)
+        wide = torch.randn(len(pages), 16, rope + 3).to(dtype)
+        behind = wide[:, :, 1 : rope + 1]  # rows of a wider tensor
+        start = starts(311, 5)
+        q = torch.randn(2, 3, heads, latent + rope).to(dtype)
+        for indices in (None, choices(start, 3, 320, 150)):
+            operands = [q, pages, table, start, indices, behind]
+            check(isa, LATENT, operands, latent=latent - latent % 16, scale=0.1)
+    odd = [q[..., :11], pages[..., :9], table, start, None, behind[..., :2]]
+    with pytest.raises(Refuse, match="behind them"):
+        lower(LATENT, odd, {"latent": 8, "scale": 0.1}, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [16, 64, 128])
 def test_latent_pages(isa: str, size: int) -> None:
     """Sequences that end in a page, at its end and behind it; missing pages are rows of zeros."""

@@ -10,7 +10,9 @@
 //
 // Rows of types that are not multiplied as they are, are converted a block at a time.
 //
-// ptr = {query, rows, table, start, indices, out, partial}; imm = gc_latent_shape. The first Step runs
+// Rows may be in two parts, the second (rope) in a tensor of its own.
+//
+// ptr = {query, rows, table, start, indices, out, partial, rope}; imm = gc_latent_shape. The first Step runs
 // over batch x queries x chunks x groups of heads. Where there is more than one chunk it leaves records
 // [batch][queries][heads][chunks]{maximum, sum, ..}[latent] in `partial`, of which the second
 // (attention_latent_merge_*, over batch x queries x heads) makes `out`. Chunks depend on lengths alone,
@@ -29,6 +31,8 @@ struct gc_latent_shape {
   int64_t scale;   // bits of a float64
   int64_t q_b, q_t, q_h, i_b, i_t;
   gc_row_source rows;
+  int64_t split;  // items of the first part; width: there is no other
+  int64_t tail_outer, tail_row;  // as those of `rows`
 };
 
 namespace {
@@ -95,13 +99,19 @@ GC_INLINE void score_rows(const typename A::item* q, const typename A::item* con
 // s[SCORE_ROWS][VL / P]: scores of all heads of the group.
 template <class A, int P>
 GC_INLINE void score_tile(const typename A::item* q, const typename A::item* const* rows, int64_t steps,
-                          float* s) {
+                          const typename A::item* const* tails, int64_t behind, float* s) {
   vf sum[SCORE_ROWS];
   const int64_t first = std::is_same<A, Floats>::value ? min64(steps, CHAIN) : steps;
   score_rows<A, P>(q, rows, 0, first, sum);
   for (int64_t at = first; at < steps; at += CHAIN) {
     vf more[SCORE_ROWS];
     score_rows<A, P>(q, rows, at, min64(CHAIN, steps - at), more);
+#pragma GCC unroll 8
+    for (int j = 0; j < SCORE_ROWS; j++) sum[j] += more[j];
+  }
+  if (behind) {
+    vf more[SCORE_ROWS];
+    score_rows<A, P>(q + steps * VL, tails, 0, behind, more);
 #pragma GCC unroll 8
     for (int j = 0; j < SCORE_ROWS; j++) sum[j] += more[j];
   }
@@ -201,7 +211,7 @@ template <> struct Columns<Pairs> { typedef PairColumns type; };
 
 // The rows of a unit of work in turn.
 template <class T> struct RowCursor {
-  const RowSource<T>* source;
+  const RowSource<T>*source, *behind;  // behind: of the second parts, or null
   const int32_t* indices;  // null: consecutive rows
   int64_t b, seen;         // rows before `seen` are visible
   int64_t at, left;        // place in the indices or rows, rows still to come
@@ -218,16 +228,20 @@ template <class T> struct RowCursor {
     }
   }
   // Up to ROWS rows.
-  int64_t next(const T** rows) {
+  int64_t next(const T** rows, const T** tails) {
     const int64_t n = min64(left, ROWS);
     left -= n;
     if (!indices) {
       source->find(b, at, n, rows);
+      if (behind) behind->find(b, at, n, tails);
       at += n;
       return n;
     }
-    for (int64_t k = 0; k < n; at++)
-      if (visible(indices[at])) rows[k++] = source->at(b, indices[at]);
+    for (int64_t k = 0; k < n; at++) {
+      if (!visible(indices[at])) continue;
+      if (behind) tails[k] = behind->at(b, indices[at]);
+      rows[k++] = source->at(b, indices[at]);
+    }
     return n;
   }
 };
@@ -247,7 +261,8 @@ template <class T, class A, int P> struct LatentAttention {
   float *scores, *out, *staged;  // [ROWS][LANES], [LANES][ldo], [ROWS][width]
   alignas(64) float base[VL], total[VL], change[VL];
   T* zeros;
-  RowSource<T> source;
+  gc_row_source tail;
+  RowSource<T> source, behind;
 
   LatentAttention(const gc_args* a) : args(a), s((const gc_latent_shape*)a->imm) {
     steps = (A::steps(s->width) + P - 1) / P;
@@ -263,7 +278,14 @@ template <class T, class A, int P> struct LatentAttention {
     staged = CONVERT ? take(ROWS * s->width) : nullptr;
     memset((void*)zeros, 0, (size_t)s->width * sizeof(T));
     source = {&s->rows, (const T*)a->ptr[1], (const int32_t*)a->ptr[2], zeros};
+    tail = s->rows;
+    tail.outer = s->tail_outer;
+    tail.row = s->tail_row;
+    behind = {&tail, (const T*)a->ptr[7], (const int32_t*)a->ptr[2], zeros};
   }
+  LatentAttention(const LatentAttention&) = delete;  // its sources point into it
+
+  bool parted() const { return s->split != s->width; }
 
   // Queries of `heads` heads as lanes; lane h * P + p holds the items i * P + p.
   void load_query(const T* x, int64_t heads) {
@@ -284,20 +306,25 @@ template <class T, class A, int P> struct LatentAttention {
   }
 
   // Rows as they are multiplied, with rows of zeros up to whole tiles.
-  void convert(const T** rows, int64_t n, const Item** items) {
+  void convert(const T** rows, const T** tails, int64_t n, const Item** items) {
     const int64_t full = (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS;
-    for (int64_t j = n; j < full; j++) rows[j] = zeros;
+    for (int64_t j = n; j < full; j++) rows[j] = tails[j] = zeros;
     for (int64_t j = 0; j < full; j++) {
       if constexpr (CONVERT) {
         float* row = staged + j * s->width;
-        int64_t i = 0;
-        for (; i + VL <= s->width; i += VL) store(row + i, vload(rows[j] + i, All{}));
-        for (; i < s->width; i++) row[i] = to_float(rows[j][i]);
+        widen(row, rows[j], s->split);
+        if (parted()) widen(row + s->split, tails[j], s->width - s->split);
         items[j] = row;
       } else {
         items[j] = (const Item*)rows[j];
       }
     }
+  }
+
+  static void widen(float* to, const T* from, int64_t n) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) store(to + i, vload(from + i, All{}));
+    for (; i < n; i++) to[i] = to_float(from[i]);
   }
 
   // Weights of n rows, of which those up to whole tiles are scored; updates maximum and total.
@@ -381,10 +408,13 @@ template <class T, class A, int P> struct LatentAttention {
   }
 
   // The next block's rows into the second level, a few of them at a time.
-  void ask(const T* const* rows, int64_t first, int64_t n) const {
-    const int64_t bytes = s->width * (int64_t)sizeof(T);
-    for (int64_t j = first; j < min64(n, first + SCORE_ROWS); j++)
+  void ask(const T* const* rows, const T* const* tails, int64_t first, int64_t n) const {
+    const int64_t bytes = s->split * (int64_t)sizeof(T);
+    const int64_t more = (s->width - s->split) * (int64_t)sizeof(T);
+    for (int64_t j = first; j < min64(n, first + SCORE_ROWS); j++) {
       for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)rows[j] + i, 0, 2);
+      for (int64_t i = 0; i < more; i += 64) __builtin_prefetch((const char*)tails[j] + i, 0, 2);
+    }
   }
 
   // Heads [h0, h0 + heads) of query t of sequence b over chunk `chunk` of its rows.
@@ -402,17 +432,19 @@ template <class T, class A, int P> struct LatentAttention {
     }
     const int64_t piece = ((count + s->chunks - 1) / s->chunks + SCORE_ROWS - 1) & -SCORE_ROWS;
     const int64_t first = min64(count, chunk * piece), last = min64(count, first + piece);
-    RowCursor<T> cursor{&source, indices, b, seen, 0, 0};
+    RowCursor<T> cursor{&source, parted() ? &behind : nullptr, indices, b, seen, 0, 0};
     cursor.start(first, last - first);
-    const T* rows[2][ROWS];
-    int64_t n = cursor.next(rows[0]);
+    const int64_t split = CONVERT || !parted() ? steps : A::steps(s->split) / P;
+    const T *rows[2][ROWS], *tails[2][ROWS];
+    int64_t n = cursor.next(rows[0], tails[0]);
     for (int turn = 0; n > 0; turn ^= 1) {
-      const int64_t coming = cursor.next(rows[turn ^ 1]);
+      const int64_t coming = cursor.next(rows[turn ^ 1], tails[turn ^ 1]);
       const Item* items[ROWS];
-      convert(rows[turn], n, items);
+      convert(rows[turn], tails[turn], n, items);
       for (int64_t j = 0; j < n; j += SCORE_ROWS) {
-        score_tile<A, P>(q, items + j, steps, scores + j * LANES);
-        ask(rows[turn ^ 1], j, coming);
+        score_tile<A, P>(q, items + j, split, (const Item* const*)(tails[turn] + j), steps - split,
+                         scores + j * LANES);
+        ask(rows[turn ^ 1], tails[turn ^ 1], j, coming);
       }
       softmax(n);
       mix(items, n, heads);

@@ -60,16 +60,19 @@ def sparse_attention(
 
 def _latent_meta(
     query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, start: torch.Tensor,
-    indices: torch.Tensor | None = None, *, latent: int, scale: float,
+    indices: torch.Tensor | None = None, rope: torch.Tensor | None = None, *, latent: int,
+    scale: float,
 ) -> torch.Tensor:  # fmt: skip
     return query.new_empty([*query.shape[:3], latent])
 
 
 @define("latent_attention(Tensor query, Tensor pages, Tensor table, Tensor start, "
-        "Tensor? indices=None, *, int latent, float scale) -> Tensor", _latent_meta)  # fmt: skip
+        "Tensor? indices=None, Tensor? rope=None, *, int latent, float scale) -> Tensor",
+        _latent_meta)  # fmt: skip
 def latent_attention(
     query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, start: torch.Tensor,
-    indices: torch.Tensor | None = None, *, latent: int, scale: float,
+    indices: torch.Tensor | None = None, rope: torch.Tensor | None = None, *, latent: int,
+    scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """The absorbed form of latent attention (DeepSeek-V2, arXiv:2405.04434) over paged rows
     [latent | rope], which all heads share: keys are whole rows, values their latent part.
@@ -79,11 +82,14 @@ def latent_attention(
         pages, table, start: rows of W numbers, see `graphc.ops.pages`; query t of sequence b is at
             position start[b] + t and sees the rows up to there.
         indices: int32 [B, T, K], different positions; -1 and later ones are left out. None: all.
+        rope: what stands behind the rows, in pages of its own [N, P, R]; rows are of W - R then.
         latent: width of the values.
 
     Returns [B, T, H, latent].
     """
     rows = torch.ops.graphc.read_pages(pages, table, 0, pages.shape[2])
+    if rope is not None:
+        rows = torch.cat([rows, torch.ops.graphc.read_pages(rope, table, 0, rope.shape[2])], -1)
     if indices is None:
         every = torch.arange(rows.shape[1], dtype=torch.int32)
         indices = every.expand(query.shape[0], query.shape[1], rows.shape[1])

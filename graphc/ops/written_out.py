@@ -148,6 +148,10 @@ def _latent(call: Call) -> list[Made]:
     """Rows gathered; a mask of the chosen; scores, scaled, masked, their softmax; the sum."""
     batch, tokens, heads, _ = call.shape("query")
     made, seen = _rows(call, batch)
+    if call.argument("rope") is not None:  # both parts, side by side
+        rope, width = call.shape("rope")[2], call.shape("query")[3]
+        kind = call.result().dtype
+        made += [Made((batch, seen, rope), kind), Made((batch, seen, width), kind)]
     if call.argument("indices") is not None:
         made.append(Made((batch, tokens, seen), "bool"))
     scores = (batch, heads, tokens, seen)

@@ -66,7 +66,7 @@ class _Absorbed(Rule[_Found]):
             return
         rows: Rows | DenseRows | None = read_rows(base_of(operand(linear)))
         if rows is None and packet_of(node.outputs[0]) == "graphc.sparse_attention":
-            rows = dense_rows(operand(linear), rope, node, facts)
+            rows = dense_rows(operand(linear), rope, node)
         if rows is None:
             return
         weight = facts.weight(operand(linear, 1))

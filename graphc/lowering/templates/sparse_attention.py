@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from graphc.ir.types import same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.templates.row_source import (
     RowSource,
@@ -67,27 +68,39 @@ def _positions(ctx: LoweringContext, node: Any) -> tuple[View, View | None]:
 
 @rule("graphc.latent_attention.default")
 def latent(ctx: LoweringContext, node: Node) -> None:
-    """query [B, T, H, W], pages [N, P, W] (, indices [B, T, K]) -> [B, T, H, latent].
+    """query [B, T, H, W], pages [N, P, W] (, indices [B, T, K]) -> [B, T, H, latent]; with rope
+    [N, P, R] pages are [N, P, W - R].
 
-    Refuses operands of mixed types, and rows of an odd number of bf16.
+    Refuses operands of mixed types, rows of an odd number of bf16, and rows in two parts of which
+    the first is not a multiple of four items.
     """
     query = with_adjacent_items(ctx, node.argument("query"))
     places = (node.argument(name) for name in ("pages", "table", "start"))
     source = row_source(ctx, *places)
     kind = one_dtype("latent attention", query, source.rows)
-    width = ctx.static(source.width)
-    same_width("latent attention", query.shape[-1], source.width)
+    width, behind = ctx.static(source.width), 0
+    rope = None
+    if node.argument("rope") is not None:
+        rope = with_adjacent_items(ctx, node.argument("rope"))
+        one_dtype("latent attention", source.rows, rope)
+        behind = ctx.static(rope.shape[-1]) or 0
+        if width is None or width % 4 or behind % 2:
+            raise Refuse(f"rows of {source.width} items and {rope.shape[-1]} behind them")
+        if not all(map(same, rope.shape[:2], source.rows.shape[:2])):
+            raise Refuse("rows in two parts that lie in other pages")
+    same_width("latent attention", query.shape[-1], source.width + behind)
     if kind == "bf16" and (width is None or width % 2):
         raise Refuse("rows of an odd number of bf16")
     indices = None
     if node.argument("indices") is not None:
         indices, _ = _positions(ctx, node)
-    _emit_latent(ctx, node, query, source, indices, kind)
+    _emit_latent(ctx, node, query, source, rope, indices, kind)
 
 
 def _emit_latent(
-    ctx: LoweringContext, node: Any, query: View, source: RowSource, indices: View | None, kind: str
-) -> None:
+    ctx: LoweringContext, node: Any, query: View, source: RowSource, rope: View | None,
+    indices: View | None, kind: str,
+) -> None:  # fmt: skip
     batch, queries, heads, width = query.shape
     columns = int(node.argument("latent"))
     (out,) = ctx.outputs(node)
@@ -97,11 +110,12 @@ def _emit_latent(
     partial = out
     if ctx.static(chunks) != 1:
         partial = ctx.workspace([batch, queries, heads, chunks, record], "float32")
-    pointers = [query, *source.pointers(), indices or query, out, partial]
+    pointers = [query, *source.pointers(), indices or query, out, partial, rope or query]
+    tail = (0, 0) if rope is None else rope.strides[:2]
     walks = (0, 0) if indices is None else indices.strides[:2]
     immediates: list[Dim] = [
         queries, heads, width, columns, chunks, chosen, float_bits(node.argument("scale")),
-        *query.strides[:3], *walks, *source.immediates(),
+        *query.strides[:3], *walks, *source.immediates(), source.width, *tail,
     ]  # fmt: skip
     unit = Unit(f"latent_attention_{kind}", ctx.header(f"latent_attention_{kind}.cpp"))
     pairs = seen_pairs(source.capacity, queries, None if indices is None else chosen)
@@ -110,7 +124,7 @@ def _emit_latent(
         f"attention_latent_{kind}",
         pointers=pointers,
         immediates=immediates,
-        reads=pointers[:5],
+        reads=[*pointers[:5], pointers[7]],
         writes=[out] if partial is out else [out, partial],
         range=batch * queries * chunks * ceildiv(heads, LANES[ctx.isa]),
         grain=1,
@@ -124,7 +138,7 @@ def _emit_latent(
             f"attention_latent_merge_{kind}",
             pointers=pointers,
             immediates=immediates,
-            reads=[*pointers[:5], partial],
+            reads=[*pointers[:5], pointers[7], partial],
             writes=[out],
             range=batch * queries * heads,
             grain=1,

@@ -105,7 +105,7 @@ class _Absorbed(Rule[_Found]):
         sparse = packet_of(node.outputs[0]) == "graphc.sparse_attention"
         places = (node.argument("start"), node.argument("indices") if sparse else None)
         if isinstance(found.rows, Rows):
-            source = (found.rows.pages, found.rows.table, *places)
+            source: tuple[Any, ...] = (found.rows.pages, found.rows.table, *places)
         else:
             source = found.rows.places(builder, *places)
         seen = builder.call1(

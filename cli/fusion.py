@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from cli.render import print_table, size
+from cli.render import bucket_line, print_table, size
 from graphc.report import BuildReport, LayerRecord, PassRecord, matches_by_rule
 
 
@@ -26,16 +26,33 @@ def fusion(report: BuildReport) -> dict[str, Any]:
 
 def captured(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
     """Operators of graphc in the model as it was captured, and among the Steps, by program."""
-    rows: dict[tuple[str, str, str], list[int]] = {}
-    for record in layers:
-        for place, counts in enumerate((record.captured, record.operators)):
-            for name, count in counts.items():
-                row = rows.setdefault((name, record.phase, record.bucket), [0, 0])
-                row[place] += count
+    rows: dict[tuple[str, int], list[int]] = {}
+    programs = _programs(layers)
+    for number, records in enumerate(programs):
+        for record in records:
+            for place, counts in enumerate((record.captured, record.operators)):
+                for name, count in counts.items():
+                    rows.setdefault((name, number), [0, 0])[place] += count
     return [
-        {"operator": name, "phase": phase, "bucket": bucket, "captured": old, "steps": new}
-        for (name, phase, bucket), (old, new) in sorted(rows.items())
+        {
+            "operator": name,
+            "phase": programs[number][0].phase,
+            "bucket": programs[number][0].bucket,
+            "limits": programs[number][0].limits,
+            "captured": old,
+            "steps": new,
+        }
+        for (name, number), (old, new) in sorted(rows.items())
     ]
+
+
+def _programs(layers: Sequence[LayerRecord]) -> list[list[LayerRecord]]:
+    """The records of each program: a bucket has several where keys are chosen."""
+    found: dict[tuple[object, ...], list[LayerRecord]] = {}
+    for record in layers:
+        key = (record.phase, record.bucket, tuple(record.limits.items()))
+        found.setdefault(key, []).append(record)
+    return list(found.values())
 
 
 def _pass_data(record: PassRecord) -> dict[str, Any]:
@@ -97,7 +114,8 @@ def _print_operators(layers: Sequence[LayerRecord]) -> None:
             if len({row[key] for row in counts}) == 1:
                 cells.append(str(counts[0][key] or ""))
             else:
-                cells.append(", ".join(f"{r[key]} {r['phase']} {r['bucket']}" for r in counts))
+                each = dict.fromkeys(f"{r[key]} {r['phase']} {r['bucket']}" for r in counts)
+                cells.append(", ".join(each))
         rows.append([name, *cells])
     if rows:
         click.echo()
@@ -105,10 +123,9 @@ def _print_operators(layers: Sequence[LayerRecord]) -> None:
 
 
 def _print_layers(layers: Sequence[LayerRecord]) -> None:
-    programs = dict.fromkeys((record.phase, record.bucket) for record in layers)
-    for phase, bucket in programs:
-        own = [r for r in layers if (r.phase, r.bucket) == (phase, bucket)]
-        click.echo(f"\n{phase} {bucket}: the model written out in torch -> this plan")
+    for own in _programs(layers):
+        line = bucket_line(own[0].phase, own[0].bucket, own[0].limits)
+        click.echo(f"\n{line}: the model written out in torch -> this plan")
         rows = [
             [
                 record.kind,

@@ -121,7 +121,7 @@ class BucketRecord(msgspec.Struct, frozen=True):
 
 class LayerRecord(msgspec.Struct, frozen=True):
     """What became of one kind of part of the model (class of its modules) in one program, at the
-    limits of its bucket.
+    program's `limits`.
 
     modules: how many there are. captured: operators of graphc that stood in the model from the
     start, by the hooks of its family; operators: those that Steps are of. launches, bytes and
@@ -144,6 +144,7 @@ class LayerRecord(msgspec.Struct, frozen=True):
     tensor_after: str = ""
     captured: dict[str, int] = {}
     operators: dict[str, int] = {}
+    limits: dict[str, int] = {}
 
 
 class SymbolRecord(msgspec.Struct, frozen=True):

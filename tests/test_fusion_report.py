@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cli.fusion import fusion, passes_per_site
+from cli.fusion import captured, fusion, passes_per_site
 from graphc.api import pipeline
 from graphc.decoders import Limits, Phases, capture_decoder
 from graphc.frontends.decoder.resolve import opened_decoder
@@ -125,6 +125,17 @@ def _counts() -> list[int]:
         for node in built("prefill")[0].nodes
         if node.target == "graphc.residual_mix.default"
     ]
+
+
+def test_programs_of_one_bucket_stand_apart() -> None:
+    """A bucket has a program for few pages, where all keys are chosen, and one for more."""
+    found = [
+        LayerRecord(
+            "Attn", "prefill", "2K", 1, 9, 2, 64, 8, 8, 8, captured={"delta_rule": 3}, limits=limits
+        )
+        for limits in ({"T": 2048, "M": 8}, {"T": 2048, "M": 32})
+    ]
+    assert [(row["captured"], row["limits"]["M"]) for row in captured(found)] == [(3, 8), (3, 32)]
 
 
 def test_json_has_passes_with_rules_and_refusals() -> None:

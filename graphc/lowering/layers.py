@@ -66,7 +66,7 @@ class Layers:
                 LayerRecord(
                     kind, phase, bucket, len(old.modules | new.modules), old.launches,
                     new.launches, old.nbytes, new.nbytes, old.largest, new.largest, old.tensor,
-                    new.tensor, old.operators, new.operators,
+                    new.tensor, old.operators, new.operators, dict(limits),
                 )
             )  # fmt: skip
         return made

@@ -161,6 +161,20 @@ def test_a_piece_sees_the_pages_up_to_its_end(decoder: Decoder) -> None:
         assert decoder._table([sequence], 5).shape == (1, 2)
 
 
+def test_a_long_prompt_gets_huge_pages(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its own pages in each state that grows, before anything is written; a token asks for
+    none."""
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(decoder.session._states, "use_huge_pages", lambda *part: asked.append(part))
+    with decoder.sequence() as sequence:
+        sequence._reserve(100)
+        assert not asked
+        sequence._reserve(4000)
+        states = list(decoder.session.states.values())
+        sizes = {i: states[i][0].nbytes for i in decoder.facts.rows}
+        assert asked == [(i, 3 * size, 61 * size) for i, size in sizes.items()]
+
+
 def test_pages_of_a_prompt_that_failed_are_not_written_twice(decoder: Decoder) -> None:
     """A wrong token in its second piece: the pages for the rest are there, and a fork shares
     them."""

@@ -40,6 +40,10 @@ def load(path: Path | str, *, threads: int | None = None, verify: bool = False) 
     return Decoder(load_session(path, threads=threads, verify=verify))
 
 
+#: pages at once from which on they may make up huge pages of the machine
+_MANY = 16
+
+
 class Decoder:
     """The plan at work; made by `load`."""
 
@@ -168,6 +172,14 @@ class Decoder:
     def _write_slot(self, slot: int, content: list[NDArray[np.uint8]]) -> None:
         for view, data in zip(self._slots, content, strict=True):
             view[slot] = data
+
+    def _expect(self, pages: list[int]) -> None:
+        """Pages that are about to be filled, those of a long prompt: in huge pages of the machine,
+        where rows far apart are read a sixth faster."""
+        first, count = min(pages), max(pages) + 1 - min(pages)
+        for state, view in zip(self.facts.rows, self._pages, strict=True):
+            entry = view.shape[1]
+            self.session._states.use_huge_pages(state, first * entry, count * entry)
 
     def _copy_page(self, page: int, copy: int) -> None:
         for view in self._pages:
@@ -337,6 +349,8 @@ class Sequence:
         if not missing:
             return
         fresh = decoder.pool.take(missing)
+        if missing >= _MANY:
+            decoder._expect(fresh)
         copies = {page: fresh.pop() for page in shared}
         for page, copy in copies.items():
             decoder._copy_page(page, copy)

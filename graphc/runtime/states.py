@@ -57,6 +57,10 @@ class States:
             region.clear()
         self._initialise()
 
+    def use_huge_pages(self, state: int, first: int, nbytes: int) -> None:
+        """For a part of a state that is about to be filled; what is smaller than one stays."""
+        self._regions[state].use_huge_pages(first, nbytes)
+
     def views(self) -> dict[str, NDArray[Any]]:
         return {
             state.tensor.name: region.bytes.view(numpy_dtype(state.tensor.dtype)).reshape(shape)

@@ -1,4 +1,5 @@
 // See gemm_i16.h.
+#pragma graphc vectors_by_hand
 #include "gemm_i16.h"
 
 #include "gemm_driver.h"

@@ -1,4 +1,5 @@
 // See gemm_i8.h.
+#pragma graphc vectors_by_hand
 #include "gemm_i8.h"
 
 #include "gemm_driver.h"

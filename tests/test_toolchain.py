@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from graphc.toolchain import compiler as compiler_module
 from graphc.toolchain import isa as isa_module
 from graphc.toolchain.compile import UnitResult, compile_units
 from graphc.toolchain.compiler import Compiler, parse_version
-from graphc.toolchain.flags import compile_flags, link_flags, unit_flags
+from graphc.toolchain.flags import compile_flags, link_flags
 from graphc.toolchain.isa import AVX2, AVX512, Isa, architecture
 from graphc.toolchain.link import link
 from graphc.toolchain.sources import included, kernel_fields
@@ -190,27 +189,6 @@ def test_features_an_old_compiler_lacks_are_left_out() -> None:
 
 
 # -- keys -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("compiler", "flags"),
-    [
-        (GCC, ("-fvect-cost-model=very-cheap",)),
-        (dataclasses.replace(GCC, major=10), ()),
-        (OTHERS[0], ()),
-    ],
-)
-def test_vectors_written_by_hand_are_told_to_compilers_that_listen(
-    compiler: Compiler, flags: tuple[str, ...]
-) -> None:
-    source = SUM.format(name="f", factor=2)
-    by_hand = "#pragma graphc vectors_by_hand\n" + source
-    assert unit_flags(source, compiler) == ()
-    assert unit_flags(by_hand, compiler) == flags
-    isa = Isa.detect()
-    plain = dict(kernel_fields(Unit("f", source), isa, compiler))["flags"]
-    told = dict(kernel_fields(Unit("f", by_hand), isa, compiler))["flags"]
-    assert told.split() == [*plain.split(), *flags]
 
 
 def test_a_header_is_part_of_the_key_however_deep(tmp_path: Path) -> None:

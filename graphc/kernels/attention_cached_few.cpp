@@ -7,7 +7,6 @@
 // follows from its length alone; they are spread evenly over the places of the range that its longest
 // has. Pieces leave records, which gc_cached_merge_* (over sequences x queries x heads) merges in
 // order; a piece that is all of a sequence is finished at once.
-#pragma graphc vectors_by_hand
 #include "attention_cached.h"
 #include "attention_decode.h"
 #include "attention_record.h"

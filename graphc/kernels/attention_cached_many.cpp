@@ -3,7 +3,6 @@
 // A unit is `unit` panels of 32 queries of one sequence's head of keys; its scratch holds their sums.
 // Keys and values come out of their pages into panels SPAN keys at a time, once for all queries of
 // the unit; each panel of queries then goes over the whole span, so that its sums come near once.
-#pragma graphc vectors_by_hand
 #include "prelude.h"
 
 #include "attention_cached.h"

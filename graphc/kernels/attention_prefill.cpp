@@ -6,7 +6,6 @@
 // for all its panels; the scores of one panel and block stay in L1.
 //
 // Scores are in units of q . k; `factor` turns them into units of log2. Its sign is moved into q.
-#pragma graphc vectors_by_hand
 #include "prelude.h"
 
 #include "attention_mask.h"

@@ -1,5 +1,4 @@
 // bf16 products, fp32 accumulation. See gemm.h.
-#pragma graphc vectors_by_hand
 #include "gemm_bf16.h"
 
 extern "C" void gc_gemm_bf16(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue,

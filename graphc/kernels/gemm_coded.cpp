@@ -1,6 +1,5 @@
 // Products of bf16 rows with coded weights (gemm_coded.h). Few rows expand them in registers; for
 // many, and without vdpbf16ps, a panel chunk is expanded once and goes the way of plain panels.
-#pragma graphc vectors_by_hand
 #include "gemm_coded.h"
 
 namespace {

@@ -1,6 +1,5 @@
 // fp16 products: stored as half, computed in fp32. A chunk of a weight panel is widened once and
 // serves all rows of a block. See gemm.h.
-#pragma graphc vectors_by_hand
 #include "gemm_driver.h"
 
 #if defined(__F16C__)

@@ -1,5 +1,4 @@
 // fp32 products: see gemm.h. 14 x 2 vectors a micro tile on AVX-512, 6 x 2 elsewhere.
-#pragma graphc vectors_by_hand
 #include "gemm_driver.h"
 
 namespace {

@@ -1,5 +1,4 @@
 // See gemm_i16.h.
-#pragma graphc vectors_by_hand
 #include "gemm_i16.h"
 
 #include "gemm_driver.h"

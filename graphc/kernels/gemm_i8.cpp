@@ -1,5 +1,4 @@
 // See gemm_i8.h.
-#pragma graphc vectors_by_hand
 #include "gemm_i8.h"
 
 #include "gemm_driver.h"

@@ -1,5 +1,4 @@
 // Attention over latent rows of bf16: see latent_attention.h.
-#pragma graphc vectors_by_hand
 #include "latent_attention.h"
 
 #if defined(__AVX512BF16__)

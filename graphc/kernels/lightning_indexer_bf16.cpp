@@ -1,5 +1,4 @@
 // The Lightning Indexer over bf16: see lightning_indexer.h.
-#pragma graphc vectors_by_hand
 #include "lightning_indexer.h"
 
 #if defined(__AVX512BF16__)

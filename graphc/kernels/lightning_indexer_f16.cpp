@@ -1,5 +1,4 @@
 // The Lightning Indexer over f16: see lightning_indexer.h.
-#pragma graphc vectors_by_hand
 #include "lightning_indexer.h"
 
 GC_INDEXER(f16, gc::f16, gc::Floats)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from graphc.errors import CacheMissError, CompileError, GraphcError
 from graphc.store import KERNELS, Fields, KernelStore, Stored
 from graphc.toolchain.compiler import Compiler
-from graphc.toolchain.flags import compile_flags, include_flags, unit_flags
+from graphc.toolchain.flags import compile_flags, include_flags
 from graphc.toolchain.isa import Isa
 from graphc.toolchain.prelude import plain_prelude, precompiled_prelude
 from graphc.toolchain.process import Cancelled, Runner
@@ -209,19 +209,18 @@ class _Build:
             Path(folder, "unit.cpp").write_text(unit.source, encoding="utf-8")
             prelude = self.prelude
             if prelude:
-                failed = self._run(unit, prelude, path, Path(folder))
+                failed = self._run(prelude, path, Path(folder))
                 if failed is None:
                     return
-            failed = self._run(unit, plain_prelude(), path, Path(folder))
+            failed = self._run(plain_prelude(), path, Path(folder))
         if failed is not None:
             raise _rejected(unit, failed)
         if prelude:
             self._without_prelude("a unit compiled only without it")
 
-    def _run(self, unit: Unit, prelude: tuple[str, ...], path: Path, folder: Path) -> str | None:
+    def _run(self, prelude: tuple[str, ...], path: Path, folder: Path) -> str | None:
         """None on success, else what the compiler said."""
-        flags = (*self.flags, *unit_flags(unit.source, self.compiler), *prelude)
-        command = (*self.compiler.command, *flags, "-c", "unit.cpp", "-o", str(path))
+        command = (*self.compiler.command, *self.flags, *prelude, "-c", "unit.cpp", "-o", str(path))
         done = self.runner.run(command, folder)
         if done.status == 0 and path.is_file():
             return None

@@ -44,11 +44,6 @@ _COMMON = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden",
            "-fno-ident", "-g0", "-w",
            "-falign-loops=32")  # fmt: skip  # a micro-kernel loses up to 9 % at another place
 
-#: A unit with this line writes its vectors itself. The compiler is then to leave loops alone whose
-#: vector form needs more than the loop itself (a remainder, a check for overlap): it spends up to a
-#: third of its time on them, and they run a few times per tile.
-_BY_HAND = "#pragma graphc vectors_by_hand"
-
 
 def usable_features(isa: Isa, compiler: Compiler) -> tuple[str, ...]:
     """The features of `isa` that this compiler can generate code for."""
@@ -66,13 +61,6 @@ def compile_flags(isa: Isa, compiler: Compiler) -> tuple[str, ...]:
     if compiler.kind == "zig":
         flags += ["-fno-sanitize=undefined", "-fno-stack-protector"]
     return tuple(flags)
-
-
-def unit_flags(source: str, compiler: Compiler) -> tuple[str, ...]:
-    """What the text of a unit itself asks for, beyond `compile_flags`."""
-    if _BY_HAND in source and compiler.kind == "gcc" and compiler.major >= 11:
-        return ("-fvect-cost-model=very-cheap",)
-    return ()
 
 
 def _target_flags(isa: Isa, compiler: Compiler) -> list[str]:

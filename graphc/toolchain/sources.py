@@ -17,7 +17,7 @@ from graphc.errors import CompileError
 from graphc.plan import ABI_VERSION
 from graphc.store import Fields
 from graphc.toolchain.compiler import Compiler
-from graphc.toolchain.flags import compile_flags, unit_flags
+from graphc.toolchain.flags import compile_flags
 from graphc.toolchain.isa import Isa
 
 if TYPE_CHECKING:  # sympy, which it needs, takes long to import
@@ -48,7 +48,7 @@ def kernel_fields(
     headers = included({PRELUDE: None, **dict.fromkeys(_includes(unit.source, unit.name))}, roots)
     return (
         ("kind", "kernel"),
-        *_machine_fields(isa, compiler, unit_flags(unit.source, compiler)),
+        *_machine_fields(isa, compiler),
         *((f"header {name}", digest) for name, digest in sorted(headers.items())),
         ("source", unit.source),
     )
@@ -67,14 +67,14 @@ def prelude_fields(isa: Isa, compiler: Compiler, roots: Sequence[Path] = INCLUDE
     )
 
 
-def _machine_fields(isa: Isa, compiler: Compiler, more: tuple[str, ...] = ()) -> Fields:
+def _machine_fields(isa: Isa, compiler: Compiler) -> Fields:
     return (
         ("abi", str(ABI_VERSION)),
         ("compiler", compiler.identity),
         ("target", compiler.target),
         ("isa", isa.level),
         ("features", " ".join(isa.features)),
-        ("flags", " ".join((*compile_flags(isa, compiler), *more))),
+        ("flags", " ".join(compile_flags(isa, compiler))),
     )
 
 

@@ -563,6 +563,7 @@ namespace {
 
 constexpr int64_t ALONE_NS = 4000;   // a Step shorter than this is not worth two threads
 constexpr int64_t CHUNK_NS = 2500;   // no need to hand out less than this at a time
+constexpr int64_t LONG_NS = 20000000;  // nor more: for so long others may wait at the end
 constexpr int64_t WAKE_NS = 20000;   // waking a thread costs microseconds
 constexpr int32_t MEASURE_EVERY = 16;
 
@@ -584,6 +585,8 @@ void share(Ready& r, int64_t threads) {
     if (total < ALONE_NS) return;
     int64_t most = (int64_t)(total / CHUNK_NS) / threads * threads;
     if (most < parts) parts = most > threads ? most : threads;
+    const int64_t least = (int64_t)(total / LONG_NS) / threads * threads;
+    if (least > parts) parts = least;
   }
   r.chunk = ((r.range + parts - 1) / parts + r.grain - 1) / r.grain * r.grain;
   if (r.chunk >= r.range) r.chunk = 0;

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ class _Row:
         jobs, built, skipped = self._prepare(made, allowed)
         skipped |= {name: made.left_out for name in wanted if name not in allowed}
         entries, failed = race(
-            jobs, rounds=options.rounds, seconds=options.seconds, hold=self._hold
+            jobs, rounds=options.rounds, seconds=options.seconds, hold=partial(hold, options.lock)
         )
         for name in (REFERENCE, *wanted):
             record["skipped"].pop(name, None)
@@ -212,14 +212,14 @@ class _Row:
         cpu = {"build_cpu_s": made.get("cpu_s", 0.0)}
         return cpu | ({"cold_cpu_s": made["cpu_s"]} if environment else {})
 
-    @contextlib.contextmanager
-    def _hold(self) -> Iterator[None]:
-        if self.options.lock is None:
-            yield
-            return
-        with self.options.lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+
+@contextlib.contextmanager
+def hold(lock: Path | None) -> Iterator[None]:
+    """Alone on the machine, as far as others ask for the same lock."""
+    with contextlib.ExitStack() as stack:
+        if lock is not None:
+            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        yield
 
 
 def _draw(name: str, number: int) -> Inputs:

@@ -17,8 +17,6 @@ one thread CPU time counts, which other work on the machine disturbs least; at m
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import json
 import mmap
 import multiprocessing
@@ -36,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from benchmarks.dense import machine, versions  # noqa: E402
+from benchmarks.dense import hold, machine, versions  # noqa: E402
 from benchmarks.long_context_table import short, table, written  # noqa: E402
 from cli.race import cores  # noqa: E402
 
@@ -154,15 +152,6 @@ def _apart(task: Callable[..., Any], *arguments: Any) -> Any:
     return out.get()
 
 
-@contextlib.contextmanager
-def _hold(lock: Path | None) -> Iterator[None]:
-    """Alone on the machine, as far as others ask for the same lock."""
-    with contextlib.ExitStack() as stack:
-        if lock is not None:
-            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
-        yield
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -185,12 +174,12 @@ def _measured(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[
         _apart(build, place)
         os.sched_setaffinity(0, cores(options.threads))
         for context in options.contexts:
-            with _hold(options.lock):
+            with hold(options.lock):
                 found = _apart(measure, place, context, options.threads)
             results.setdefault("contexts", {})[str(context)] = found
             yield
         if options.edges:
-            with _hold(options.lock):
+            with hold(options.lock):
                 found = _apart(edges, place, options.edges, options.threads)
             results.setdefault("edges", {}).update(found)
             yield

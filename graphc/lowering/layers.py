@@ -190,7 +190,5 @@ def _made(value: Value) -> bool:
 def _root(value: Value) -> Value:
     """The value whose memory a value is a view of."""
     while value.producer is not None and is_view(value.producer):
-        value = next(value.producer.inputs(), value)
-        if value.producer is None:
-            break
+        value = next(value.producer.inputs())
     return value

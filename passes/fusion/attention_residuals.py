@@ -13,17 +13,15 @@ from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import is_cast, operand, packet_of, rank
-from passes.fusion.forms import addends, same_sizes
+from passes.fusion.forms import FLOATS, addends, same_sizes, unrounded
 from passes.fusion.norm import cast
 from passes.fusion.residual_scores import (
-    FLOATS,
     Candidate,
     Scores,
     along,
     candidates_of,
     labels,
     scores_of,
-    unrounded,
 )
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from graphc.ir.types import Dim, as_dim, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import operand, packet_of, rank
 from passes.fusion.forms import addends
-from passes.fusion.lightning_indexer import Scores, chosen_by, index_scores
+from passes.fusion.lightning_indexer import Scores, choice, chosen_by, index_scores
 from passes.fusion.positional_mask import read_mask
 from passes.simplify.positions import Positions
 
@@ -145,15 +145,8 @@ class _Chosen(Rule[_Found]):
         if found.plain is not None:
             kwargs = {k: v for k, v in node.kwargs.items() if k != "attn_mask"}
             return builder.call(node.op, query, key, value, found.plain, **kwargs)
-        scores = found.scores
         start = _starts(builder, query.type.shape[0], found.start)
-        weights = builder.of(scores.weights)
-        if scores.factor != 1.0:
-            weights = builder.call1(aten.mul.Tensor, weights, scores.factor)
-        indices = builder.call1(
-            torch.ops.graphc.lightning_indexer.default, scores.query, weights, scores.key, start,
-            count=found.count,
-        )  # fmt: skip
+        indices = choice(builder, found.scores, start, found.count)
         scale: Any = node.argument("scale")
         if scale is None:
             scale = 1 / math.sqrt(int(query.type.shape[-1]))

@@ -11,8 +11,15 @@ from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ops.delta_rule import NORM_EPS
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_until_stable
 from graphc.rewrite.facts import operand, packet_of, rank
-from passes.fusion.forms import close, over_root, reduction, same_number, shifted, squared
-from passes.fusion.residual_scores import unrounded
+from passes.fusion.forms import (
+    close,
+    over_root,
+    reduction,
+    same_number,
+    shifted,
+    squared,
+    unrounded,
+)
 
 
 @dataclass(frozen=True)

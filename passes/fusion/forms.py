@@ -9,14 +9,23 @@ from typing import Any
 
 from graphc.ir.graph import Value
 from graphc.ir.types import same
-from graphc.rewrite.facts import Facts, axes, operand, packet_of, rank, widened
+from graphc.rewrite.facts import Facts, axes, is_cast, operand, packet_of, rank, widened
 
 _PRODUCT_DEPTH = 6
+#: types of kernels that compute in float32
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 #: what two roundings to float32 make of a number: a constant written with fewer digits (0.1667 for
 #: a sixth) is another one, and the operator that means the exact one would be less precise
 _ROUNDED = 1.5e-7
+
+
+def unrounded(value: Any) -> Any:
+    """The value before conversions between floats: they only round."""
+    while is_cast(value) and {value.type.dtype, operand(value).type.dtype} <= set(FLOATS):
+        value = operand(value)
+    return value
 
 
 def close(a: float, b: float) -> bool:

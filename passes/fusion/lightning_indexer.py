@@ -44,6 +44,18 @@ class Scores:
     key: Value  # [B, S, D]
 
 
+def choice(builder: Builder, scores: Scores, start: Value, count: int) -> Value:
+    """int32 [B, T, count]: the best keys by these scores."""
+    weights = scores.weights
+    if scores.factor != 1.0:
+        weights = builder.call1(torch.ops.aten.mul.Tensor, weights, scores.factor)
+    made: Value = builder.call1(
+        torch.ops.graphc.lightning_indexer.default, scores.query, weights, scores.key, start,
+        count=count,
+    )  # fmt: skip
+    return made
+
+
 @dataclass(frozen=True)
 class _Found:
     scores: Scores
@@ -157,13 +169,7 @@ class _Indexer(Rule[_Found]):
             yield _Found(found, start, count)
 
     def rewrite(self, builder: Builder, found: _Found, node: Node) -> Sequence[Value]:
-        scores, weights = found.scores, found.scores.weights
-        if scores.factor != 1.0:
-            weights = builder.call1(torch.ops.aten.mul.Tensor, weights, scores.factor)
-        return builder.call(
-            torch.ops.graphc.lightning_indexer.default, scores.query, weights, scores.key,
-            found.start, count=found.count,
-        )  # fmt: skip
+        return [choice(builder, found.scores, found.start, found.count)]
 
 
 def _hidden(masked: Value, facts: Facts) -> tuple[Value, Value] | None:

@@ -12,7 +12,7 @@ import torch
 from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import packet_of
-from passes.fusion.residual_scores import unrounded
+from passes.fusion.forms import unrounded
 
 
 @dataclass(frozen=True)

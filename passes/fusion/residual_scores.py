@@ -11,11 +11,15 @@ import torch
 from graphc.ir.graph import Node, Value
 from graphc.ir.types import same
 from graphc.rewrite import Facts, Refused
-from graphc.rewrite.facts import is_cast, operand, packet_of, rank
-from passes.fusion.forms import inverse_root, reduction, same_sizes, shifted, squared
-
-#: what the kernels of a mix take
-FLOATS = ("float32", "bfloat16", "float16")
+from graphc.rewrite.facts import operand, packet_of, rank
+from passes.fusion.forms import (
+    inverse_root,
+    reduction,
+    same_sizes,
+    shifted,
+    squared,
+    unrounded,
+)
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,6 @@ class Scores:
     query: Value
     gains: tuple[Value, ...]
     eps: float
-
-
-def unrounded(value: Any) -> Any:
-    """The value before conversions between floats: they only round."""
-    while is_cast(value) and {value.type.dtype, operand(value).type.dtype} <= set(FLOATS):
-        value = operand(value)
-    return value
 
 
 def scores_of(value: Any, z: Value, facts: Facts) -> Scores | Refused:

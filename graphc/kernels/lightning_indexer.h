@@ -64,8 +64,7 @@ template <class A, int R>
 GC_INLINE void score_tile(const typename A::item* q, const typename A::item* panel, int64_t steps,
                           const float* weights, float* scores, const Ahead& ahead) {
   vf acc[R][PANEL_VECTORS] = {};
-  for (int64_t i = 0; i < steps; i++, q += R, panel += PANEL_KEYS) {
-    if (ahead.lines) ahead.fetch(i);
+  const auto step = [&]() __attribute__((always_inline)) {
     typename A::vec k[PANEL_VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < PANEL_VECTORS; v++) k[v] = load<typename A::vec>(panel + v * VL);
@@ -74,7 +73,21 @@ GC_INLINE void score_tile(const typename A::item* q, const typename A::item* pan
 #pragma GCC unroll 4
       for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = A::multiply(acc[r][v], q[r], k[v]);
     }
+    q += R;
+    panel += PANEL_KEYS;
+  };
+  int64_t i = 0;
+  if (ahead.lines) {
+    for (; i < steps; i++) {
+      ahead.fetch(i);
+      step();
+    }
   }
+  for (; i + 4 <= steps; i += 4) {
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; u++) step();
+  }
+  for (; i < steps; i++) step();
   vf sum[PANEL_VECTORS];
 #pragma GCC unroll 4
   for (int v = 0; v < PANEL_VECTORS; v++) sum[v] = load<vf>(scores + v * VL);

@@ -74,6 +74,18 @@ def test_heads_that_share_keys(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", list(BOUND))
+def test_widths_of_heads_that_share_keys(isa: str, dtype: torch.dtype) -> None:
+    """Wide and uneven rows, few and many heads: each way to read them."""
+    for group, d, dv in [(2, 256, 256), (4, 80, 72), (7, 17, 300), (8, 256, 128), (12, 128, 128)]:
+        q = rows(1, group, 1, d, dtype=dtype)
+        for tk in (40, 700):
+            k, v = rows(1, 1, tk, d, dtype=dtype), rows(1, 1, tk, dv, dtype=dtype)
+            check(isa, SDPA, [q, k, v], enable_gqa=True)
+            check(isa, SDPA, [q, k, v], [30], enable_gqa=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(BOUND))
 def test_segments(isa: str, dtype: torch.dtype) -> None:
     """Keys in pieces, as a cache and new tokens: also where a piece ends inside a block."""
     for cuts in ([1299], [1], [63, 64, 65], [700, 701, 1024, 1290]):

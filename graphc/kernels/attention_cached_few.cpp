@@ -43,6 +43,7 @@ template <class T> static int64_t block_bytes(int64_t keys) {
 // Asks for the rows of a block where whole rows lie one after the other, as much at a time as is read
 // meanwhile: what a core asks for all at once is dropped.
 template <class T> struct Coming {
+  static constexpr bool TILED = false;
   const char* p;
   int64_t left = 0;   // bytes from p on that lie in one piece
   int64_t bytes = 0;  // of a row; 0: does not ask

@@ -11,15 +11,18 @@
 namespace {
 using namespace gc;
 
-constexpr int64_t FEW = 8;     // rows of a unit that memory sets the pace of
+constexpr int64_t FEW = 16;  // rows of a unit that memory sets the pace of
 
 // Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
 // that neither changes between keys and values nor stops for a softmax: with few rows, whose values
-// are walked over only once, a whole piece is one block. Else scores, weights and values stay near.
-constexpr bool in_one(int64_t rows, int64_t dv) { return rows <= FEW && dv == 4 * PAIR; }
-constexpr int64_t block_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 512 : 64; }
+// are walked over as a whole, a whole piece is one block. Else scores, weights and values stay near,
+// and what comes a turn later is asked for.
+constexpr bool in_one(int64_t rows, int64_t dv) {
+  return dv == 4 * PAIR ? rows <= FEW : rows < 4 && dv < 4 * PAIR;
+}
+constexpr int64_t block_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 512 : 128; }
 // Keys and values are read in turns of so many, which are also the longest sums.
-constexpr int64_t turn_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 256 : 16; }
+constexpr int64_t turn_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 256 : 32; }
 
 // One unit of work: some rows of a batch over a piece of the keys.
 template <class T>
@@ -68,14 +71,26 @@ struct Unit {
     }
   }
 
+  bool one() const { return in_one(rows, s->dv); }
+  // The rows that come a turn after those at p.
+  Later later(const T* p, int64_t width, int64_t step) const {
+    const int64_t size = sizeof(T), turn = turn_keys(rows, s->dv);
+    return {(const char*)(p + turn * step), width * size, (step - width) * size};
+  }
+
   // Scores of the n keys from k0 on, `place` keys into their block.
   void dots(int64_t k0, int64_t n, int64_t place) const {
     stretches(k0, n, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t m, int64_t to) {
       const T* k = keys[i] + at * g.k_t;
       float* const o = scores + place + to;
       int64_t r = 0;
+      if (rows >= 4) {
+        if (one()) dot_keys<T, 4>(q, ldq, k, g.k_t, s->d, m, o, lds);
+        else dot_keys<T, 4>(q, ldq, k, g.k_t, s->d, m, o, lds, later(k, s->d, g.k_t));
+        r = 4;
+      }
       for (; r + 4 <= rows; r += 4)
-        dot_keys<T, 4>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * lds, lds);
+        dot_keys<T, 4>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * lds, lds, Near());
       for (; r + 2 <= rows; r += 2)
         dot_keys<T, 2>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * lds, lds);
       for (; r < rows; r++)
@@ -83,19 +98,26 @@ struct Unit {
     });
   }
 
+  template <int R, class Next = Quiet>
+  void mix_rows(int64_t r, const W* w, const T* v, int64_t step, int64_t m, bool start,
+                Next next = Next()) const {
+    static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    mix_keys<T, R>(parts, w + r * parts * lds, lds, v, step, s->dv, m, start ? factor + r : one,
+                   out + r * ldo, ldo, next);
+  }
   void mix(int64_t k0, int64_t n, int64_t place) const {
-    static const float one[2] = {1.0f, 1.0f};
     stretches(k0, n, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t m, int64_t to) {
       const T* v = values[i] + at * g.v_t;
       const W* w = weights + place + to;
       const bool start = place + to == 0;  // sums of the blocks before are rescaled
       int64_t r = 0;
-      for (; r + 2 <= rows; r += 2)
-        mix_keys<T, 2>(parts, w + r * parts * lds, lds, v, g.v_t, s->dv, m, start ? factor + r : one,
-                       out + r * ldo, ldo);
-      for (; r < rows; r++)
-        mix_keys<T, 1>(parts, w + r * parts * lds, lds, v, g.v_t, s->dv, m, start ? factor + r : one,
-                       out + r * ldo, ldo);
+      if (!one() && rows >= 4) {
+        mix_rows<4>(0, w, v, g.v_t, m, start, later(v, s->dv, g.v_t));
+        for (r = 4; r + 4 <= rows; r += 4) mix_rows<4>(r, w, v, g.v_t, m, start);
+      }
+      if (one())
+        for (; r + 2 <= rows; r += 2) mix_rows<2>(r, w, v, g.v_t, m, start);
+      for (; r < rows; r++) mix_rows<1>(r, w, v, g.v_t, m, start);
     });
   }
 
@@ -123,7 +145,7 @@ struct Unit {
   };
   Coming coming(int64_t k0) const {
     Coming c{nullptr, 0, 0};
-    if (in_one(rows, s->dv))
+    if (one())
       stretches(k0, 1, [&](const gc_decode_segment& g, int64_t i, int64_t at, int64_t, int64_t) {
         c = {(const char*)(values[i] + at * g.v_t), g.v_t * (int64_t)sizeof(T), s->dv * (int64_t)sizeof(T)};
       });

@@ -34,7 +34,7 @@ IN_PLACE_OR_PANELS = ("in place", "panels")
 PIECE = 512
 #: GC_DECODE_ROWS; of attention_decode_driver.h FEW, and twice block_keys() up to FEW rows and
 #: beyond (64 rows, assumed where their number is not known, take as much as FEW)
-ROWS, FEW, BLOCKS = 64, 8, (1024, 128)
+ROWS, FEW, BLOCKS = 64, 16, (1024, 256)
 MAX_SEGMENTS = 8
 
 

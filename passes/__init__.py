@@ -20,6 +20,7 @@ from passes.fusion.routing import Routing
 from passes.fusion.sinkhorn import Sinkhorn
 from passes.fusion.softmax import Softmax
 from passes.fusion.split_attention import SplitAttention
+from passes.precision.wide_residuals import WideResiduals
 from passes.quantization.integer_conv import IntegerConv
 from passes.quantization.integer_linear import IntegerLinear
 from passes.simplify.arithmetic import Arithmetic
@@ -66,6 +67,7 @@ PIPELINE: tuple[Pass, ...] = (
     MergedLinear(),  # after attention: products of one input become one
     JoinedSlices(),  # what was put side by side is, in the merged product
     LateHeads(),  # after all that looks for views of products: what follows joins the product
+    WideResiduals(),  # after all that looks for sums and norms in the model's own format
     ViewSimplification(),  # what the rewrites above left between views
     CommonSubexpressions(),
     CodedLinear(),  # last of all that looks for linears

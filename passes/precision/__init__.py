@@ -1,0 +1,1 @@
+"""What is computed and kept wider than the model writes it."""

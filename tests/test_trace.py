@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from cli.main import main
 from graphc.errors import UsageError
 from graphc.plan import Buffer, Fallback, Output, Step, Symbol, Tensor
+from graphc.runtime import trace
 from graphc.runtime.session import load
 from tests.test_runtime import (
     ROOT,
@@ -100,6 +102,12 @@ def test_chunks_of_each_thread(tmp_path: Path, library: Path) -> None:  # noqa: 
     for thread in (0, 1):  # one thing at a time
         own = sorted((s for s in chunks if s["tid"] == thread), key=lambda s: s["ts"])
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(own, own[1:], strict=False))
+
+
+def test_room_for_the_chunks_of_a_long_step() -> None:
+    source = (ROOT / "graphc" / "runtime" / "executor.cpp").read_text()
+    most = re.search(r"constexpr int64_t MOST_CHUNKS = (\d+);", source)
+    assert most is not None and int(most[1]) == trace._CHUNKS
 
 
 def test_fallback_steps(tmp_path: Path, library: Path) -> None:  # noqa: F811

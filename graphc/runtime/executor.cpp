@@ -107,7 +107,8 @@ namespace {
 // waits only for chunks that were taken. What a chunk needs is read after taking it, when the region
 // cannot end before the chunk is done.
 constexpr uint64_t NEXT = 0xffffffffu;
-constexpr int64_t CHUNKS = 8;  // most chunks per thread: balances uneven work
+constexpr int64_t CHUNKS = 8;  // chunks per thread: balances uneven work
+constexpr int64_t MOST_CHUNKS = 32;  // of a long Step
 
 // How long to look for work, or for the end of a region, before sleeping. The first covers the gap
 // between parallel Steps, the second the last chunk of another thread.
@@ -563,7 +564,7 @@ namespace {
 
 constexpr int64_t ALONE_NS = 4000;   // a Step shorter than this is not worth two threads
 constexpr int64_t CHUNK_NS = 2500;   // no need to hand out less than this at a time
-constexpr int64_t LONG_NS = 20000000;  // nor more: for so long others may wait at the end
+constexpr int64_t LONG_NS = 20000000;  // nor much more: for so long others may wait at the end
 constexpr int64_t WAKE_NS = 20000;   // waking a thread costs microseconds
 constexpr int32_t MEASURE_EVERY = 16;
 
@@ -586,7 +587,7 @@ void share(Ready& r, int64_t threads) {
     int64_t most = (int64_t)(total / CHUNK_NS) / threads * threads;
     if (most < parts) parts = most > threads ? most : threads;
     const int64_t least = (int64_t)(total / LONG_NS) / threads * threads;
-    if (least > parts) parts = least;
+    if (least > parts) parts = least < MOST_CHUNKS * threads ? least : MOST_CHUNKS * threads;
   }
   r.chunk = ((r.range + parts - 1) / parts + r.grain - 1) / r.grain * r.grain;
   if (r.chunk >= r.range) r.chunk = 0;

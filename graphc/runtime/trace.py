@@ -27,7 +27,7 @@ from graphc.runtime.native import UNBOUND, NativeProgram, now
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CHUNKS = 8  # CHUNKS of executor.cpp: the most per thread
+_CHUNKS = 32  # MOST_CHUNKS of executor.cpp, per thread
 _STEP, _THREAD, _CHUNK, _BEGIN, _END, _FROM, _TO = range(7)  # columns: gc_event of executor.cpp
 
 

@@ -115,50 +115,70 @@ template <class T> struct Unit {
     }
   }
 
-  // f(first of some rows of a head, how many, place in the block); `first` is Stretch::k or v.
+  // f(first of some rows of a head, how many, place in the block, the first of the rows after them);
+  // `first` is Stretch::k or v.
   template <class F>
   void turns(const Block<T>* block, const T* Stretch<T>::*first, int64_t step, int64_t offset, F f) {
     int64_t place = 0;
     for (int64_t i = 0; i < block->count; i++) {
       const Stretch<T>& part = block->part[i];
-      const T* const x = part.*first;
+      const T *const x = part.*first, *const other = i + 1 < block->count ? block->part[i + 1].*first : x;
       for (int64_t row = 0, n; row < part.rows; row += n, place += n) {
         n = min64(TURN, part.rows - row);
-        f(x ? x + row * step + offset : none, n, place);
+        const T* const after = row + n < part.rows ? x + (row + n) * step : other;
+        f(x ? x + row * step + offset : none, n, place, after ? after + offset : none);
       }
     }
   }
 
+  // Whether some of each of several rows is read in turn, and what comes next asked for, as in
+  // attention_decode_driver.h.
+  bool tiled() const { return rows >= 4 && s->dv != 4 * PAIR && !coming.bytes; }
+  static Later later(const T* after, int64_t width, int64_t step) {
+    const int64_t size = sizeof(T);
+    return {(const char*)after, width * size, (step - width) * size};
+  }
+
   void dots(const Block<T>* block, int64_t h) {
     const W* const own = q + h * rows * ldq;
-    turns(block, &Stretch<T>::k, s->k_row, h * s->k_h, [&](const T* k, int64_t n, int64_t place) {
+    turns(block, &Stretch<T>::k, s->k_row, h * s->k_h,
+          [&](const T* k, int64_t n, int64_t place, const T* after) {
       float* const to = scores + h * rows * lds + place;
       int64_t r = 0;
       if (rows >= 4) {
-        dot_keys<T, 4, Coming<T>&>(own, ldq, k, s->k_row, s->d, n, to, lds, coming);
-        for (r = 4; r + 4 <= rows; r += 4)
-          dot_keys<T, 4>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds);
+        if (tiled()) dot_keys<T, 4>(own, ldq, k, s->k_row, s->d, n, to, lds, later(after, s->d, s->k_row));
+        else dot_keys<T, 4>(own, ldq, k, s->k_row, s->d, n, to, lds, coming);
+        r = 4;
       }
+      for (; r + 4 <= rows; r += 4)
+        dot_keys<T, 4>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds, Near());
       for (; r + 2 <= rows; r += 2)
-        dot_keys<T, 2, Coming<T>&>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds, coming);
+        dot_keys<T, 2>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds, coming);
       for (; r < rows; r++)
-        dot_keys<T, 1, Coming<T>&>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds, coming);
+        dot_keys<T, 1>(own + r * ldq, ldq, k, s->k_row, s->d, n, to + r * lds, lds, coming);
     });
   }
 
   void mix(const Block<T>* block, int64_t h) {
-    static const float one[2] = {1.0f, 1.0f};
+    static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
     float* const own = out + h * rows * ldo;
-    turns(block, &Stretch<T>::v, s->v_row, h * s->v_h, [&](const T* v, int64_t n, int64_t place) {
+    turns(block, &Stretch<T>::v, s->v_row, h * s->v_h,
+          [&](const T* v, int64_t n, int64_t place, const T* after) {
       const W* w = weights + h * rows * parts * lds + place;
       const float* const f = factor + h * rows;
       int64_t r = 0;
-      for (; r + 2 <= rows; r += 2)  // sums of the blocks before are rescaled
-        mix_keys<T, 2, Coming<T>&>(parts, w + r * parts * lds, lds, v, s->v_row, s->dv, n,
-                                   place ? one : f + r, own + r * ldo, ldo, coming);
-      for (; r < rows; r++)
-        mix_keys<T, 1, Coming<T>&>(parts, w + r * parts * lds, lds, v, s->v_row, s->dv, n,
-                                   place ? one : f + r, own + r * ldo, ldo, coming);
+      const auto some = [&](auto count, auto&& next) __attribute__((always_inline)) {
+        constexpr int R = decltype(count)::count;  // sums of the blocks before are rescaled
+        mix_keys<T, R>(parts, w + r * parts * lds, lds, v, s->v_row, s->dv, n,
+                                       place ? one : f + r, own + r * ldo, ldo, next);
+        r += R;
+      };
+      if (tiled()) {
+        some(Count<4>(), later(after, s->dv, s->v_row));
+        while (r + 4 <= rows) some(Count<4>(), Near());
+      }
+      while (s->dv <= 4 * PAIR && r + 2 <= rows) some(Count<2>(), coming);
+      while (r < rows) some(Count<1>(), coming);
     });
   }
 

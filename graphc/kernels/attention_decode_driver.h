@@ -100,7 +100,7 @@ struct Unit {
 
   template <int R, class Next = Quiet>
   void mix_rows(int64_t r, const W* w, const T* v, int64_t step, int64_t m, bool start,
-                Next next = Next()) const {
+                Next&& next = Next()) const {
     static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
     mix_keys<T, R>(parts, w + r * parts * lds, lds, v, step, s->dv, m, start ? factor + r : one,
                    out + r * ldo, ldo, next);

@@ -175,7 +175,7 @@ GC_INLINE void dot_walk(const typename Query<T>::type* q, int64_t ldq, const T* 
 // s[r][j] = q[r] . k[j] for R rows, VL / R keys at a time.
 template <class T, int R, class Next = Quiet>
 static void dot_keys(const typename Query<T>::type* q, int64_t ldq, const T* k, int64_t step, int64_t d,
-                     int64_t keys, float* s, int64_t lds, Next next = Next()) {
+                     int64_t keys, float* s, int64_t lds, Next&& next = Next()) {
   if (d == 4 * PAIR) dot_walk<T, R>(q, ldq, k, step, 4 * PAIR, keys, s, lds, next);  // no inner loop
   else dot_walk<T, R>(q, ldq, k, step, d, keys, s, lds, next);
 }

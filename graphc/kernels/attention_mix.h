@@ -94,7 +94,7 @@ static inline void put_weights(const float* x, int64_t n, int parts, bf16* p, in
     for (int64_t j = 0; j < n; j++) p[ldp + j] = bf16(x[j] - (float)p[j]);
 }
 
-template <int N> struct Pairs {
+template <int N> struct Count {
   static constexpr int count = N;
 };
 
@@ -116,18 +116,18 @@ GC_INLINE void mix_any(int parts, const W* p, int64_t ldp, const T* v, int64_t s
 template <class T, int R, class Next = Quiet>
 static void mix_keys(int parts, const typename Query<T>::type* p, int64_t ldp, const T* v, int64_t step,
                      int64_t dv, int64_t keys, const float* factor, float* out, int64_t ldo,
-                     Next next = Next()) {
+                     Next&& next = Next()) {
   constexpr int WIDE = GC_VBYTES == 64 ? 8 / R : R == 1 ? 4 : 2;
   int64_t c = 0;
-  const auto columns = [&](auto pairs) __attribute__((always_inline)) {
-    constexpr int C = decltype(pairs)::count;
+  const auto columns = [&](auto count) __attribute__((always_inline)) {
+    constexpr int C = decltype(count)::count;
     for (; c + C * PAIR <= dv; c += C * PAIR)
       mix_any<T, R, C, true>(parts, p, ldp, v + c, step, keys, PAIR, factor, out + c, ldo, next);
   };
-  columns(Pairs<WIDE>());
-  if (WIDE > 4) columns(Pairs<4>());
-  if (WIDE > 2) columns(Pairs<2>());
-  columns(Pairs<1>());
+  columns(Count<WIDE>());
+  if (WIDE > 4) columns(Count<4>());
+  if (WIDE > 2) columns(Count<2>());
+  columns(Count<1>());
   if (c < dv)
     mix_any<T, R, 1, false>(parts, p, ldp, v + c, step, keys, dv - c, factor, out + c, ldo, next);
 }

@@ -125,10 +125,10 @@ def rms(errors: Array) -> float:
 )
 def test_bfloat16_is_not_less_exact_than_eager(decoder_plans: Plans, family: str) -> None:
     """Where no rounding can change what is chosen, so that luck has no part in it. Residual streams
-    are not rounded here (0.45 to 0.71 of eager's error); the hybrid's are mixtures."""
+    are not rounded here: 0.45 to 0.70 of eager's error, 0.84 in the hybrid."""
     tiny = Tiny(family, torch.bfloat16, settled=True)
     ours, theirs = errors(load(decoder_plans.place(tiny), threads=1), tiny, draws=6, steps=8)
-    assert rms(ours) <= (1.0 if family == "hybrid" else 0.78) * rms(theirs)
+    assert rms(ours) <= (0.95 if family == "hybrid" else 0.78) * rms(theirs)
 
 
 @pytest.mark.heavy

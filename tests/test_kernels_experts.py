@@ -252,6 +252,19 @@ def test_residual_mix_with_its_norm(isa: str, dtype: torch.dtype) -> None:
         close(plain, lookup(MIX)(*map(double, arguments[:4])).to(dtype), 4.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_residual_mix_of_a_wider_sum(isa: str, dtype: torch.dtype) -> None:
+    """The last candidate is float32, and not rounded."""
+    for count, shape in ((2, (3, 40)), (4, (30, 33)), (3, (7, 2500)), (2, (5, 1)), (3, (0, 16))):
+        candidates = [torch.randn(shape).to(dtype) * (j + 1) for j in range(count)]
+        candidates[-1] = torch.randn(shape)
+        query = (torch.randn(shape[-1]) / shape[-1] ** 0.5 * 3).to(dtype)
+        for arguments in ([candidates, query, 1e-6], [candidates, query, 1e-6, 1e-5, query]):
+            exact = lookup(MIX)(*map(double, arguments))
+            (ours,) = run_rule(MIX, arguments, {"dtype": torch.float32}, isa=isa)
+            close(ours, exact.float(), 16.0)
+
+
 def test_residual_mix_golden(isa: str) -> None:
     z = torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]])
     (ours,) = run_rule(MIX, [list(z[:, None]), torch.ones(2), 0.0], isa=isa)
@@ -271,6 +284,8 @@ def test_residual_mix_refusals() -> None:
     x = torch.randn(3, 8)
     refused(MIX, [[x.double(), x.double()], torch.ones(8, dtype=torch.float64), 1e-6])
     refused(MIX, [[x, x.bfloat16()], torch.ones(8), 1e-6])
+    refused(MIX, [[x.bfloat16(), x, x.bfloat16()], torch.ones(8), 1e-6])
+    refused(MIX, [[x.bfloat16(), x.half()], torch.ones(8), 1e-6])
 
 
 class Blocks(nn.Module):

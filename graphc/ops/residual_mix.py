@@ -34,7 +34,7 @@ def residual_mix(
     x / sqrt(mean(x^2) + norm_eps) * gain.
 
     query [D]: the pseudo-query times the gain of the keys' norm. gain [D]. dtype: of the result,
-    else the candidates'.
+    else the first candidate's.
     """
     kind = torch.promote_types(candidates[0].dtype, torch.float32)
     z = torch.stack([c.to(kind) for c in candidates])

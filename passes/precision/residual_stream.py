@@ -17,7 +17,9 @@ _STREAMS = 16
 
 
 class ResidualStreams:
-    """sums: the nodes; refused: sums that are normalised and no more, with the reason."""
+    """sums: the nodes; refused: sums that are normalised and no more, with the reason. ongoing:
+    values that Attention Residuals read as the sum so far, and that are added to again; begins: the
+    nodes that make the first of them, which are no sums."""
 
     def __init__(self, graph: Graph) -> None:
         self.facts = Facts(graph)
@@ -41,6 +43,12 @@ class ResidualStreams:
                 self.sums |= {node, *behind}
             elif node in normalised:
                 self.refused[node] = "it is normalised, but not added to again"
+        addends = {v for node in self.sums for v in node.args[:2] if isinstance(v, Value)}
+        self.ongoing = {
+            v for v in addends
+            if v.producer is not None and any(is_latest(n, v) for n in self.facts.readers(v))
+        }  # fmt: skip
+        self.begins = {v.producer for v in self.ongoing if v.producer is not None} - self.sums
 
     def _readers(self, value: Value) -> Iterator[tuple[Node, Value]]:
         """Who reads a value as it is, through views, or mixed with the streams beside it; and what
@@ -58,12 +66,21 @@ def _is_sum(node: Node) -> bool:
 
 def _computes_wide(node: Node, value: Value) -> bool:
     scales = promotes(node) and node.target == "aten.mul.Tensor"
-    return is_norm(node, value) or is_widening(node) or scales
+    return is_norm(node, value) or is_widening(node) or scales or is_latest(node, value)
 
 
 def is_norm(node: Node, value: Value) -> bool:
     """Whether it normalises this value."""
     return node.target in _NORMS and node.args[0] is value
+
+
+def is_latest(node: Node, value: Value) -> bool:
+    """Whether it is a mixture in which this value is the last of several candidates: the sum of the
+    layers since the last block."""
+    if node.target != "graphc.residual_mix.default":
+        return False
+    candidates = node.args[0]
+    return candidates[-1] is value and value not in candidates[:-1]
 
 
 def is_widening(node: Node) -> bool:

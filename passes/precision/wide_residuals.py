@@ -18,6 +18,7 @@ from graphc.rewrite import Log
 from passes.precision.residual_stream import (
     NARROW,
     ResidualStreams,
+    is_latest,
     is_mix,
     is_norm,
     is_one_view,
@@ -45,14 +46,14 @@ class WideResiduals:
         streams = ResidualStreams(graph)
         for node, reason in streams.refused.items():
             log.refused("wide_sum", node, reason)
-        return _Widened(graph, streams.sums, log).run()
+        return _Widened(graph, streams, log).run()
 
 
 class _Widened:
     """The graph with these sums in float32."""
 
-    def __init__(self, graph: Graph, sums: set[Node], log: Log) -> None:
-        self.graph, self.sums, self.log = graph, sums, log
+    def __init__(self, graph: Graph, streams: ResidualStreams, log: Log) -> None:
+        self.graph, self.streams, self.log = graph, streams, log
         self.builder = Builder(graph)
         #: values of the old graph in float32
         self.wide: dict[Value, Value] = {}
@@ -62,12 +63,14 @@ class _Widened:
     def run(self) -> Graph:
         for node in self.graph.nodes:
             self.builder.location, self.builder.module = node.location, node.module
-            if node in self.sums:
+            if node in self.streams.sums:
                 self._keep(node, self._sum(node))
                 self.log.matched("wide_sum", node, [self.wide[node.outputs[0]]])
             elif not self._reader(node):
                 self.builder.copy(node)
                 self._follow(node)
+            if node in self.streams.begins:
+                self._begin(node)
         return self.builder.finish() if self.log.matches else self.graph
 
     def _reader(self, node: Node) -> bool:
@@ -85,12 +88,32 @@ class _Widened:
         elif promotes(node):
             self.builder.replace(result, self._unrounded(node))
             self.own.add(result)
+        elif latest := self._latest(node):
+            self._mixture(node, latest)
         elif self._is_gained(node):
             self._keep(node, self._unrounded(node))
             self.log.matched("unrounded", node, [self.wide[result]])
         else:
             return False
         return True
+
+    def _begin(self, node: Node) -> None:
+        """The first value of a sum, as it is in registers of the Step that makes it."""
+        for value in self.streams.ongoing.intersection(node.outputs):
+            if value not in self.wide and value.type.dtype in NARROW:
+                self.wide[value] = self._float(value)
+
+    def _latest(self, node: Node) -> Value | None:
+        """The last candidate of a mixture, if it is a sum that goes on, in float32."""
+        ongoing = self.streams.ongoing.intersection(self.wide, node.inputs())
+        return next((value for value in ongoing if is_latest(node, value)), None)
+
+    def _mixture(self, node: Node, latest: Value) -> None:
+        candidates = (*node.args[0][:-1], self.wide[latest])
+        made = self.builder.call1(node.op, candidates, *node.args[1:], **node.kwargs)
+        self.builder.replace(node.outputs[0], made)
+        if made.type.dtype == "float32":
+            self.own.add(node.outputs[0])
 
     def _unrounded(self, node: Node) -> Value:
         """The same of its operands in float32."""

@@ -23,13 +23,17 @@ _COLUMNS = 1024
 
 @rule("graphc.residual_mix.default")
 def residual_mix(ctx: LoweringContext, node: Node) -> None:
-    """candidates [..., D] each, query [D], gain [D] -> [..., D], mixed or mixed and normalised."""
+    """candidates [..., D] each, query [D], gain [D] -> [..., D], mixed or mixed and normalised. The
+    last candidate may be float32 where the others are not."""
     query = ctx.contiguous(node.argument("query"))
     rows = [_rows(ctx, value) for value in node.argument("candidates")]
     shape, dtype = rows[0][0].shape, rows[0][0].dtype
     if dtype not in STORAGE or query.dtype not in STORAGE or not shape:
         raise Refuse(f"a mix of {dtype} by a query of {query.dtype}")
-    if any(view.dtype != dtype or view.shape != shape for view, _ in rows):
+    last = rows[-1][0].dtype
+    if any(view.shape != shape for view, _ in rows) or last not in (dtype, "float32"):
+        raise Refuse("candidates of different kinds")
+    if any(view.dtype != dtype for view, _ in rows[:-1]):
         raise Refuse("candidates of different kinds")
     width, tokens = shape[-1], product(shape[:-1])
     norm_eps, gain = node.argument("norm_eps"), node.argument("gain")
@@ -40,7 +44,7 @@ def residual_mix(ctx: LoweringContext, node: Node) -> None:
     immediates: list[Dim] = [width, len(rows), *(step for _, step in rows)]
     epilogue = ctx.epilogue(node, (1, tokens, width), len(pointers), len(immediates))
     kernel, numbers = "residual_mix", float_literal(node.argument("eps"))
-    types = f"{STORAGE[dtype]}, {STORAGE[query.dtype]}"
+    types = f"{STORAGE[dtype]}, {STORAGE[last]}, {STORAGE[query.dtype]}"
     scratch: Dim = 4 * _COLUMNS
     if norm_eps is not None:
         kernel, numbers = "residual_mix_norm", f"{numbers}, {float_literal(norm_eps)}"

@@ -190,7 +190,9 @@ template <class T> struct Unit {
       const int64_t place = start + i % rows % s->tq;
       for (int64_t j = 0; j < min64(n, place - s->back - k0); j++) row[j] = NEGATIVE_INFINITY;
       for (int64_t j = max64(0, place + 1 - k0); j < n; j++) row[j] = NEGATIVE_INFINITY;
-      weigh_row(row, n, maximum + i, total + i, factor + i, [](int64_t) {});
+      const auto none = [](int64_t) {};
+      if (sizeof(W) == 2 && parts == 1) weigh_row<false>(row, n, maximum + i, total + i, factor + i, none);
+      else weigh_row<true>(row, n, maximum + i, total + i, factor + i, none);
       put_weights(row, n, parts, weights + i * parts * lds, lds);
     }
   }

@@ -158,7 +158,9 @@ struct Unit {
     scale_scores(row, n, scale, cap);
     add_mask(r, k0, n, row);
     const Coming next = coming(k0);
-    weigh_row(row, n, &maximum[r], &total[r], &factor[r], [&](int64_t i) { next.ask(r * n / VL + i); });
+    const auto ask = [&](int64_t i) { next.ask(r * n / VL + i); };
+    if (sizeof(W) == 2 && parts == 1) weigh_row<false>(row, n, &maximum[r], &total[r], &factor[r], ask);
+    else weigh_row<true>(row, n, &maximum[r], &total[r], &factor[r], ask);
     put_weights(row, n, parts, weights + r * parts * lds, lds);
   }
 

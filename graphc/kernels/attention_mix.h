@@ -88,11 +88,18 @@ constexpr int EXACT = 1;
 static inline void put_weights(const float* x, int64_t n, int, float* p, int64_t) {
   memcpy(p, x, (size_t)n * 4);
 }
+#if defined(__AVX512BF16__)
 static inline void put_weights(const float* x, int64_t n, int parts, bf16* p, int64_t ldp) {
-  for (int64_t j = 0; j < n; j++) p[j] = bf16(x[j]);
-  if (parts == 2)
-    for (int64_t j = 0; j < n; j++) p[ldp + j] = bf16(x[j] - (float)p[j]);
+  for (int64_t j = 0; j < n; j += VL) {  // whole vectors, as in the row of scores
+    const vf w = load<vf>(x + j);
+    const __m256i most = (__m256i)_mm512_cvtneps_pbh((__m512)w);
+    _mm256_storeu_si256((__m256i*)(p + j), most);
+    if (parts == 1) continue;
+    const vf rest = w - (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(most), 16);
+    _mm256_storeu_si256((__m256i*)(p + ldp + j), (__m256i)_mm512_cvtneps_pbh((__m512)rest));
+  }
 }
+#endif
 
 template <int N> struct Count {
   static constexpr int count = N;

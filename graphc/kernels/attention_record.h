@@ -35,8 +35,9 @@ GC_INLINE void scale_scores(float* row, int64_t n, float scale, float cap) {
 }
 
 // Scores of a row to weights 2^(score - maximum), zeros behind them up to whole vectors; the sums so
-// far are to be multiplied by `factor`. between(i) is called before vector i.
-template <class F>
+// far are to be multiplied by `factor`. between(i) is called before vector i. Not EXACT: for weights that
+// become bf16.
+template <bool EXACT, class F>
 GC_INLINE void weigh_row(float* row, int64_t n, float* maximum, float* total, float* factor, F between) {
   for (int64_t j = n; j & (VL - 1); j++) row[j] = NEGATIVE_INFINITY;
   vf most = splat(*maximum);
@@ -48,7 +49,7 @@ GC_INLINE void weigh_row(float* row, int64_t n, float* maximum, float* total, fl
   vf sum = {};
   for (int64_t j = 0; j < n; j += VL) {
     between(j / VL);
-    const vf e = exp2_negative(load<vf>(row + j) - base);
+    const vf e = exp2_weight<EXACT>(load<vf>(row + j) - base);
     store(row + j, e);
     sum += e;
   }

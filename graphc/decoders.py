@@ -169,13 +169,13 @@ def capture_decoder(
         CaptureError: it cannot be traced for all lengths.
     """
     page = decoder.page
-    columns = -(-limits.context // page)
+    columns = max(3, -(-limits.context // page))  # as an example has; and five tokens
     batch = Dim("B", min=1, max=max(2, limits.batch))
-    length = Dim("T", min=1, max=max(2, limits.chunk))
+    length = Dim("T", min=1, max=max(5, limits.chunk))
     shapes = {
         "input_ids": {0: batch, 1: length},
         "start": {0: batch},
-        "table": {0: batch, 1: Dim("M", min=1, max=max(2, columns))},
+        "table": {0: batch, 1: Dim("M", min=1, max=columns)},
         "slots": {0: batch},
         "kept": {0: Dim("K", min=1, max=max(2, limits.drafts))},
     }

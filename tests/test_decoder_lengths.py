@@ -194,3 +194,17 @@ def test_pages_of_a_prompt_that_failed_are_not_written_twice(decoder: Decoder) -
             alone.prefill(np.concatenate([ids[:CHUNK], rest]))
             wanted = alone.decode(5)
             assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_one_of_everything(plan: Path, tmp_path: Path) -> None:
+    """Limits that leave a length no choice: a token, a sequence, a page at a time."""
+    place = tmp_path / "one"
+    options = Options(buckets=("64",), jobs=1)
+    decoders.build(hybrid("tiny"), place, options, chunk=1, batch=1, sequences=1)
+    ids = np.random.default_rng(0).integers(3, 96, 40)
+    found = []
+    for folder in (place, plan):
+        with load(folder, threads=1).sequence() as sequence:
+            found.append((sequence.prefill(ids), sequence.decode(5)))
+    for one, other in zip(*found, strict=True):
+        assert np.abs(one - other).max() < 1e-5 * np.abs(other).max()

@@ -9,7 +9,7 @@
 #pragma once
 #include "prelude.h"
 
-#include "attention_tile.h"
+#include "state_rows.h"
 #include "vmath.h"
 
 struct gc_delta_rule_shape {
@@ -77,12 +77,6 @@ template <class T> static Head<T> head_of(const gc_args* args, int64_t z) {
           (float*)args->ptr[7] + state,
           (float)scale,
           (float)strength};
-}
-
-// The vector at `i` of a row of n, zero behind its end.
-template <class T> GC_INLINE vf load_row(const T* p, int64_t i, int64_t n) {
-  if (i + VL <= n) return vload(p + i, All{});
-  return i < n ? vload(p + i, First{n - i}) : vf{};
 }
 
 // A row as floats, zero up to a multiple of 16, and the partial sums of its squares.

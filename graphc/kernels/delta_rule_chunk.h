@@ -12,23 +12,6 @@
 
 namespace {
 
-constexpr int TILE = GC_VBYTES == 64 ? 8 : 4;  // rows of a tile of two vectors
-
-template <class A, int NV>
-GC_INLINE void accumulate(vf (&acc)[TILE][NV], const typename A::item* a, int64_t lda,
-                          const typename A::item* b, int64_t steps) {
-  for (int64_t i = 0; i < steps; i++, a += lda, b += GC_NR) {
-    typename A::vec bv[NV];
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) bv[v] = load<typename A::vec>(b + v * VL);
-#pragma GCC unroll 8
-    for (int r = 0; r < TILE; r++) {
-#pragma GCC unroll 2
-      for (int v = 0; v < NV; v++) acc[r][v] = A::multiply(acc[r][v], a[r], bv[v]);
-    }
-  }
-}
-
 // The rows of the next chunk, read and written, asked for one by one while this one is worked on: they
 // lie apart, where no prefetcher of the hardware looks.
 template <class T> struct Coming {
@@ -69,7 +52,7 @@ static void update_panel(const Chunk<A>& c, const typename A::item* u, float* s,
         acc[r][0] = load<vf>(to + r * GC_NR) * total;
         acc[r][1] = load<vf>(to + r * GC_NR + VL) * total;
       }
-      accumulate<A, 2>(acc, c.tail + r0, c.ld, u + h, A::steps(CHUNK));
+      accumulate<A>(acc, c.tail + r0, c.ld, u + h, A::steps(CHUNK));
 #pragma GCC unroll 8
       for (int r = 0; r < TILE; r++) {
         store(to + r * GC_NR, acc[r][0]);
@@ -131,7 +114,7 @@ static void show(const Chunk<A>& c, const typename A::item* u, float* y) {
         acc[r][0] = load<vf>(to + r * GC_NR);
         acc[r][1] = load<vf>(to + r * GC_NR + VL);
       }
-      accumulate<A, 2>(acc, c.shown_items + r0, CHUNK, u + h, A::steps(r0 + TILE));
+      accumulate<A>(acc, c.shown_items + r0, CHUNK, u + h, A::steps(r0 + TILE));
 #pragma GCC unroll 8
       for (int r = 0; r < TILE; r++) {
         store(to + r * GC_NR, acc[r][0]);
@@ -148,13 +131,6 @@ static void load_panel(const float* state, int64_t k, int64_t v, int64_t column,
     for (int h = 0; h < GC_NR; h += VL)
       store(s + i * GC_NR + h, state && i < k ? load_row(state + i * v, column + h, v) : vf{});
 }
-template <class T>
-GC_INLINE void store_row(const float* row, int64_t columns, T* to) {
-  int64_t h = 0;
-  for (; h + VL <= columns; h += VL) vstore(to + h, load<vf>(row + h), All{});
-  if (h < columns) vstore(to + h, load<vf>(row + h), First{columns - h});
-}
-
 // Panels first .. last of one head, tokens begin .. end of it. The state before is at `before`, if there
 // is one, that after at head.after.
 template <bool BY_HEAD, class T>

@@ -7,7 +7,6 @@
 namespace {
 
 constexpr int64_t FEW = 8;          // most tokens
-constexpr int SUMS = GC_VBYTES == 64 ? 16 : 8;  // registers of sums
 
 // As in delta_rule_prepare.h, in rows [N][ld] of floats: `left` has those of k, then those of q.
 struct FewTokens {
@@ -68,46 +67,12 @@ template <class T> static void prepare_few(const Head<T>& head, int64_t n, FewTo
   }
 }
 
-// The lines of a state that is needed soon, asked for a few at a time: memory would else be idle while
-// this one is worked on. They are in L2 when their turn comes.
-struct Next {
-  const float *at, *end;
-  inline __attribute__((always_inline)) void ask(int lines) {
-    for (int i = 0; i < lines; i++, at += 16)
-      if (at < end) __builtin_prefetch(at, 0, 2);
-  }
-};
 // How many go with each row that NV vectors are read of: one or two tokens ask for the rest while they
 // write, more have enough to do before. Measured; all of them are asked for in time.
 template <int N, int NV>
 constexpr int LINES = (N == 1 ? 5 * NV / 8 : N == 2 ? NV / 2 : NV) * VL / 16;
 
-// xy [ROWS][NV vectors] = rows of `left` x S.
-template <int ROWS, int NV>
-GC_INLINE void ask_state(const float* left, int64_t ld, const float* s, int64_t v, int64_t k, float* xy,
-                         int64_t ldxy, int lines, Next* next) {
-  vf acc[ROWS][NV] = {};
-  Next to_come = *next;
-  for (int64_t c = 0; c < k; c++) {
-    vf sv[NV];
-#pragma GCC unroll 8
-    for (int i = 0; i < NV; i++) sv[i] = load<vf>(s + c * v + i * VL);
-    to_come.ask(lines);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
-      const vf a = splat(left[r * ld + c]);
-#pragma GCC unroll 8
-      for (int i = 0; i < NV; i++) acc[r][i] += a * sv[i];
-    }
-  }
-  *next = to_come;
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int i = 0; i < NV; i++) store(xy + r * ldxy + i * VL, acc[r][i]);
-}
-
-// The same for NV vectors of columns and 2 N rows, as many at a time as there are registers.
+// xy = rows of `left` x S, for NV vectors of columns and 2 N rows, as many at a time as there are registers.
 template <int N, int NV>
 GC_INLINE void ask_columns(const FewTokens& f, const float* s, int64_t v, int64_t k, float* xy, int64_t ldxy,
                             Next* next) {
@@ -115,54 +80,6 @@ GC_INLINE void ask_columns(const FewTokens& f, const float* s, int64_t v, int64_
 #pragma GCC unroll 1
   for (int64_t r = 0; r < 2 * N; r += ROWS)
     ask_state<ROWS, NV>(f.left + r * f.ld, f.ld, s, v, k, xy + r * ldxy, ldxy, r == 0 ? LINES<N, NV> : 0, next);
-}
-
-// A product that is rounded whatever it is added to: of a b + c d a compiler may round either, and not
-// the same one for one and for many vectors.
-GC_INLINE vf rounded_product(vf a, vf b) {
-  vf x = a * b;
-#if defined(__x86_64__)
-  __asm__("" : "+v"(x));
-#elif defined(__aarch64__)
-  __asm__("" : "+w"(x));
-#endif
-  return x;
-}
-
-// NV vectors of columns of the state after N tokens.
-template <int N, int NV>
-GC_INLINE void update_columns(const FewTokens& f, const float* u, int64_t ldu, const float* from, float* to,
-                              int64_t v, int64_t k, Next* next) {
-  vf rows[N][NV];
-#pragma GCC unroll 8
-  for (int t = 0; t < N; t++)
-#pragma GCC unroll 8
-    for (int i = 0; i < NV; i++) rows[t][i] = load<vf>(u + t * ldu + i * VL);
-  Next to_come = *next;
-  for (int64_t c = 0; c < k; c++) {
-    const vf total = splat(f.total[c]);
-    vf x[NV];
-#pragma GCC unroll 8
-    for (int i = 0; i < NV; i++) x[i] = from ? rounded_product(load<vf>(from + c * v + i * VL), total) : vf{};
-    if (N <= 2) to_come.ask(NV * VL / 16 - LINES<N, NV>);
-#pragma GCC unroll 8
-    for (int t = 0; t < N; t++) {
-      const vf tail = splat(f.tail[t * f.ld + c]);
-#pragma GCC unroll 8
-      for (int i = 0; i < NV; i++) x[i] += tail * rows[t][i];
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < NV; i++) store(to + c * v + i * VL, x[i]);
-  }
-  *next = to_come;
-}
-
-// f(h, vectors as a type) for all columns, NV vectors at a time.
-template <int NV, class F> GC_INLINE void for_columns(int64_t width, F f) {
-  int64_t h = 0;
-  for (; h + NV * VL <= width; h += NV * VL) f(h, Rows<NV>());
-  if (NV > 1)
-    for (; h < width; h += VL) f(h, Rows<1>());
 }
 
 // N tokens, columns [begin, end) in whole vectors; `next` is a state that will be needed, or null.
@@ -211,9 +128,10 @@ static void few_tokens(const Head<T>& head, int64_t begin, int64_t end, const fl
 
   for_columns<2 * COLUMNS <= 8 ? 2 * COLUMNS : 8>(width, [&](int64_t h, auto vectors)
                                                       __attribute__((always_inline)) {
-    update_columns<N, decltype(vectors)::count>(
-        f, u + h, width, head.before ? head.before + begin + h : nullptr, head.after + begin + h, s->v,
-        s->k, &to_come);
+    constexpr int NV = decltype(vectors)::count;
+    update_columns<N, NV>(f.total, f.tail, f.ld, u + h, width,
+                          head.before ? head.before + begin + h : nullptr, head.after + begin + h, s->v,
+                          s->k, N <= 2 ? NV * VL / 16 - LINES<N, NV> : 0, &to_come);
   });
 }
 

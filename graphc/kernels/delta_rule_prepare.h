@@ -11,43 +11,10 @@
 //
 // Where the decay is one number for a head, `left` is without exp(G_i): it becomes a factor of rows.
 #pragma once
-#include <utility>
-
+#include "chunk_tiles.h"
 #include "delta_rule.h"
 
 namespace {
-
-constexpr int64_t CHUNK = 16;
-
-// Arithmetic of the products: fp32, or pairs of bf16.
-template <class T> struct Product { typedef Floats type; };
-#if defined(__AVX512BF16__)
-template <> struct Product<bf16> { typedef Pairs type; };
-#endif
-
-#if defined(__AVX512BF16__)
-// Lane i holds lo[i] and hi[i] as bf16.
-GC_INLINE __m512i pair_lanes(vf lo, vf hi) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
-  return _mm512_permutexvar_epi16(order, halves);
-}
-#endif
-
-// Rows of floats i and i + 1 as items of steps: two steps, or one of pairs.
-template <class A> GC_INLINE void store_steps(typename A::item* to, int64_t ld, vf lo, vf hi) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same<A, Pairs>::value) {
-    _mm512_storeu_si512(to, pair_lanes(lo, hi));
-    return;
-  }
-#endif
-  if constexpr (std::is_same<A, Floats>::value) {
-    store(to, lo);
-    store(to + ld, hi);
-  }
-}
 
 // Memory of a chunk, out of the thread's scratch; ld is K rounded up to 16.
 template <class A> struct Chunk {
@@ -82,50 +49,12 @@ template <class A> struct Chunk {
   }
 };
 
-// -- sums of registers --------------------------------------------------------------------------
-
-// Half H of each segment of S lanes, the segments of a before those of b.
-template <int S, int H, int... L> GC_INLINE vf halves(vf a, vf b, std::integer_sequence<int, L...>) {
-  return __builtin_shufflevector(
-      a, b, (L / (S / 2) % (VL / S) * S + H * (S / 2) + L % (S / 2) + (L / (S / 2)) / (VL / S) * VL)...);
-}
-// Every second lane of a, then of b, from H on.
-template <int H, int... L> GC_INLINE vf every_second(vf a, vf b, std::integer_sequence<int, L...>) {
-  return __builtin_shufflevector(a, b, (2 * L + H)...);
-}
-constexpr std::make_integer_sequence<int, VL> ALL_LANES{};
-
-// Registers of VL / S sums over S lanes become one of VL sums: each step adds the halves of segments,
-// of two registers into one, until there are `count`.
-template <int S> GC_INLINE void add_halves(vf* t, int count) {
-#pragma GCC unroll 8
-  for (int i = 0; i < count; i++)
-    t[i] = halves<S, 0>(t[2 * i], t[2 * i + 1], ALL_LANES) + halves<S, 1>(t[2 * i], t[2 * i + 1], ALL_LANES);
-}
-template <int S> GC_INLINE void sum_segments(vf* t) {
-  if constexpr (S > 1) {
-    add_halves<S>(t, S / 2);
-    sum_segments<S / 2>(t);
-  }
-}
-// to[i] = the sum of the lanes of parts[i], for a chunk of them.
-static void sum_lanes(const float* parts, float* to) {
-  for (int64_t h = 0; h < CHUNK; h += VL) {
-    vf t[VL];
-#pragma GCC unroll 16
-    for (int i = 0; i < VL; i++) t[i] = load<vf>(parts + (h + i) * VL);
-    sum_segments<VL>(t);
-    store(to + h, t[0]);
-  }
-}
-
 // -- scores under a decay of each channel ---------------------------------------------------------
 
 // Of columns j and j + 1, told and shown; four partial sums in one register [told, told, shown, shown].
 GC_INLINE vf partial_sums(vf told0, vf told1, vf shown0, vf shown1) {
   vf t[4] = {told0, told1, shown0, shown1};
-  add_halves<VL>(t, 2);
-  add_halves<VL / 2>(t, 1);
+  sum_segments<VL, 4>(t);
   return t[0];
 }
 
@@ -192,7 +121,7 @@ template <class A> static void scores_by_channel(Chunk<A>* c) {
         vf one[TOKENS];
 #pragma GCC unroll 4
         for (int i = 0; i < TOKENS; i++) one[i] = load<vf>(c->parts + (h + g * TOKENS + i) * VL);
-        sum_segments<TOKENS>(one);
+        sum_segments<TOKENS, TOKENS>(one);
         t[g] = one[0];
       }
       const vf even[2] = {every_second<0>(t[0], t[1], ALL_LANES), every_second<0>(t[2], t[3], ALL_LANES)},
@@ -207,8 +136,6 @@ template <class A> static void scores_by_channel(Chunk<A>* c) {
 }
 
 // -- the chunk ------------------------------------------------------------------------------------
-
-GC_INLINE vf lanes_from(int64_t h) { return to_f32(lane_numbers()) + (float)h; }
 
 // Tokens t0 .. t0 + n of a head; those behind them, up to a chunk, are zero.
 template <class T> struct Tokens {
@@ -258,13 +185,6 @@ template <class A> static void turn_rows(Chunk<A>* c) {
   const int64_t steps = A::steps(c->ld);
   pack_rows(c->rows, steps, 1, 2 * CHUNK, steps, (float*)c->left, GC_NR);
 }
-GC_INLINE void put_row(float* rows, int64_t at, vf x, Floats) { store(rows + at, x); }
-#if defined(__AVX512BF16__)
-GC_INLINE void put_row(float* rows, int64_t at, vf x, Pairs) {
-  store((uint16_t*)rows + at, to_bf16(x));
-}
-#endif
-
 template <class T, class A>
 static void decay_by_channel(const Tokens<T>& tokens, Chunk<A>* c) {
   const int64_t ld = c->ld;

@@ -10,16 +10,14 @@
 #pragma once
 #include "prelude.h"
 
-#include <utility>
-
-#include "attention_tile.h"
+#include "chunk_tiles.h"
 #include "gemm_micro.h"
+#include "state_rows.h"
 #include "vmath.h"
 
 namespace {
 using namespace gc;
 
-constexpr int64_t CHUNK = 16;
 constexpr float NORM_EPS = 1e-6f;  // as in graphc/dsl/interpret.py
 
 GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -81,17 +79,6 @@ struct Sequence {
   }
 };
 
-// The vector at `i` of a row of n, zero behind its end.
-template <class T> GC_INLINE vf load_row(const T* p, int64_t i, int64_t n) {
-  if (i + VL <= n) return vload(p + i, All{});
-  return i < n ? vload(p + i, First{n - i}) : vf{};
-}
-template <class T> GC_INLINE void store_row(const float* row, int64_t columns, T* to) {
-  int64_t h = 0;
-  for (; h + VL <= columns; h += VL) vstore(to + h, load<vf>(row + h), All{});
-  if (h < columns) vstore(to + h, load<vf>(row + h), First{columns - h});
-}
-
 // Tokens of rows of n floats, zero up to a multiple of 16 and from `tokens` to ROWS; and partial sums of
 // their squares [ROWS][VL], if `squares` is given.
 template <int64_t ROWS, class T>
@@ -127,41 +114,6 @@ static void fade_by_head(const float* g, int64_t rows, float* prefix, float* suf
   }
 }
 
-// -- sums of registers --------------------------------------------------------------------------
-
-constexpr std::make_integer_sequence<int, VL> ALL_LANES{};
-
-// Half H of each segment of S lanes, the segments of a before those of b.
-template <int S, int H, int... L> GC_INLINE vf halves(vf a, vf b, std::integer_sequence<int, L...>) {
-  return __builtin_shufflevector(
-      a, b, (L / (S / 2) % (VL / S) * S + H * (S / 2) + L % (S / 2) + (L / (S / 2)) / (VL / S) * VL)...);
-}
-// Every second lane of a, then of b, from H on.
-template <int H, int... L> GC_INLINE vf every_second(vf a, vf b, std::integer_sequence<int, L...>) {
-  return __builtin_shufflevector(a, b, (2 * L + H)...);
-}
-
-// Pairs of registers of sums over S lanes become one each, of sums over S / 2 lanes; and so on until one
-// register is left of COUNT, or sums are over one lane.
-template <int S, int COUNT> GC_INLINE void sum_segments(vf* t) {
-  if constexpr (S > 1 && COUNT > 1) {
-#pragma GCC unroll 8
-    for (int i = 0; i < COUNT / 2; i++)
-      t[i] = halves<S, 0>(t[2 * i], t[2 * i + 1], ALL_LANES) + halves<S, 1>(t[2 * i], t[2 * i + 1], ALL_LANES);
-    sum_segments<S / 2, COUNT / 2>(t);
-  }
-}
-// to[i] = the sum of the lanes of parts[i], for a chunk of them.
-static void sum_lanes(const float* parts, float* to) {
-  for (int64_t h = 0; h < CHUNK; h += VL) {
-    vf t[VL];
-#pragma GCC unroll 16
-    for (int i = 0; i < VL; i++) t[i] = load<vf>(parts + (h + i) * VL);
-    sum_segments<VL, VL>(t);
-    store(to + h, t[0]);
-  }
-}
-
 // COUNT registers of NP numbers by turns become those of the first, then of the second, ... in the order
 // of their numbers' bits turned round.
 template <int NP, int COUNT> GC_INLINE void take_apart(vf* t) {
@@ -177,18 +129,6 @@ template <int NP, int COUNT> GC_INLINE void take_apart(vf* t) {
     take_apart<NP / 2, COUNT / 2>(t);
     take_apart<NP / 2, COUNT / 2>(t + COUNT / 2);
   }
-}
-
-// A product that is rounded whatever it is added to: of a b + c d a compiler may round either, and not
-// the same one for one and for many vectors.
-GC_INLINE vf rounded_product(vf a, vf b) {
-  vf x = a * b;
-#if defined(__x86_64__)
-  __asm__("" : "+v"(x));
-#elif defined(__aarch64__)
-  __asm__("" : "+w"(x));
-#endif
-  return x;
 }
 
 }  // namespace

@@ -7,56 +7,6 @@
 
 namespace {
 
-template <class T> struct Product { typedef Floats type; };
-#if defined(__AVX512BF16__)
-template <> struct Product<bf16> { typedef Pairs type; };
-
-// Lane i holds lo[i] and hi[i] as bf16.
-GC_INLINE __m512i pair_lanes(vf lo, vf hi) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
-  return _mm512_permutexvar_epi16(order, halves);
-}
-#endif
-
-// Rows of floats i and i + 1 as items of steps: two steps, or one of pairs.
-template <class A> GC_INLINE void store_steps(typename A::item* to, int64_t ld, vf lo, vf hi) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same<A, Pairs>::value) {
-    _mm512_storeu_si512(to, pair_lanes(lo, hi));
-    return;
-  }
-#endif
-  if constexpr (std::is_same<A, Floats>::value) {
-    store(to, lo);
-    store(to + ld, hi);
-  }
-}
-// A vector of a row whose neighbours are what one step holds.
-GC_INLINE void put_row(float* rows, int64_t at, vf x, Floats) { store(rows + at, x); }
-#if defined(__AVX512BF16__)
-GC_INLINE void put_row(float* rows, int64_t at, vf x, Pairs) { store((uint16_t*)rows + at, to_bf16(x)); }
-#endif
-
-constexpr int TILE = GC_VBYTES == 64 ? 8 : 4;  // rows of a tile of two vectors
-
-// acc += a [steps][lda] x b [steps][32]
-template <class A>
-GC_INLINE void accumulate(vf (&acc)[TILE][2], const typename A::item* a, int64_t lda,
-                          const typename A::item* b, int64_t steps) {
-  for (int64_t i = 0; i < steps; i++, a += lda, b += GC_NR) {
-    typename A::vec bv[2];
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) bv[v] = load<typename A::vec>(b + v * VL);
-#pragma GCC unroll 8
-    for (int r = 0; r < TILE; r++) {
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; v++) acc[r][v] = A::multiply(acc[r][v], a[r], bv[v]);
-    }
-  }
-}
-
 // At most two tiles [16, K] that are multiplied with the state: rows, then turned to [steps(K)][32].
 template <class A> struct Pack {
   float* rows;
@@ -159,8 +109,6 @@ static void faded_scores(const float* b, const float* const (&a)[NA], const bool
     memset(parts + j * VL, 0, 2 * VL * sizeof(float));
   }
 }
-
-GC_INLINE vf lanes_from(int64_t h) { return to_f32(lane_numbers()) + (float)h; }
 
 // The same for packed tiles under a decay g [16] of the head: products of all pairs, then how they fade; no
 // difference of long sums is taken. b and a, NA neighbours, are lanes of packs.

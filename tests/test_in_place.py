@@ -160,6 +160,42 @@ def test_a_state_is_written_in_place() -> None:
         built.close()
 
 
+def delta_rule(state: Any, k: Any) -> Any:
+    gates = -k.abs(), k[..., 0].sigmoid()
+    return torch.ops.graphc.delta_rule(state, k, k, k, *gates, scale=1.0, normalize=True)
+
+
+def test_a_recurrent_state_is_overwritten() -> None:
+    """The copy that a caller's memory asks for is none: also where the state is a result as well."""
+
+    def step(state: Any, k: Any) -> Any:
+        out, after = delta_rule(state, k)
+        state.copy_(after)
+        return out
+
+    def shown(state: Any, k: Any) -> Any:
+        out, after = delta_rule(state, k)
+        state.copy_(after)
+        return out, after
+
+    def swapped(state: Any, other: Any, k: Any) -> Any:
+        out, after = delta_rule(state, k)
+        state.copy_(other)
+        other.copy_(after)
+        return out
+
+    state, other, k = torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(1, 1, 2, 16)
+    follow(step, None, state, k)
+    follow(shown, None, state, k)
+    follow(swapped, None, state, other, k)
+    built = Built(Call(step), (state, k))
+    try:
+        assert whole_copies(built, 2 * 16 * 16) == 1  # by the operator itself
+        assert len(built.session.plan.programs[0].steps) <= 3
+    finally:
+        built.close()
+
+
 def test_a_rejected_call_changes_nothing() -> None:
     def step(c: Any, k: Any, at: Any) -> Any:
         c.index_copy_(2, at, k)

@@ -67,11 +67,6 @@ template <class T> static void prepare_few(const Head<T>& head, int64_t n, FewTo
   }
 }
 
-// How many go with each row that NV vectors are read of: one or two tokens ask for the rest while they
-// write, more have enough to do before. Measured; all of them are asked for in time.
-template <int N, int NV>
-constexpr int LINES = (N == 1 ? 5 * NV / 8 : N == 2 ? NV / 2 : NV) * VL / 16;
-
 // xy = rows of `left` x S, for NV vectors of columns and 2 N rows, as many at a time as there are registers.
 template <int N, int NV>
 GC_INLINE void ask_columns(const FewTokens& f, const float* s, int64_t v, int64_t k, float* xy, int64_t ldxy,
@@ -79,7 +74,7 @@ GC_INLINE void ask_columns(const FewTokens& f, const float* s, int64_t v, int64_
   constexpr int ROWS = 2 * N * NV <= SUMS ? 2 * N : N;
 #pragma GCC unroll 1
   for (int64_t r = 0; r < 2 * N; r += ROWS)
-    ask_state<ROWS, NV>(f.left + r * f.ld, f.ld, s, v, k, xy + r * ldxy, ldxy, r == 0 ? LINES<N, NV> : 0, next);
+    ask_state<ROWS, NV>(f.left + r * f.ld, f.ld, s, v, k, xy + r * ldxy, ldxy, r == 0 ? READ_LINES<N, NV> : 0, next);
 }
 
 // N tokens, columns [begin, end) in whole vectors; `next` is a state that will be needed, or null.
@@ -131,7 +126,7 @@ static void few_tokens(const Head<T>& head, int64_t begin, int64_t end, const fl
     constexpr int NV = decltype(vectors)::count;
     update_columns<N, NV>(f.total, f.tail, f.ld, u + h, width,
                           head.before ? head.before + begin + h : nullptr, head.after + begin + h, s->v,
-                          s->k, N <= 2 ? NV * VL / 16 - LINES<N, NV> : 0, &to_come);
+                          s->k, WRITE_LINES<N, NV>, &to_come);
   });
 }
 

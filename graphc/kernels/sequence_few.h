@@ -107,13 +107,8 @@ template <class T, int N> struct Few {
 #pragma GCC unroll 1
       for (int64_t r = 0; r < ALL; r += ROWS)
         ask_state<ROWS, C>(p.rows + r * ld, ld, state, s.v, s.k, xy + r * panel.width + h, panel.width,
-                           r == 0 ? lines(C) : 0, &to_come);
+                           r == 0 ? READ_LINES<N, C> : 0, &to_come);
     });
-  }
-  // Lines of the next state that go with each row of NV vectors that is read; one or two tokens ask for
-  // the rest while they write, more have enough to do before.
-  static constexpr int lines(int vectors) {
-    return (N == 1 ? 5 * vectors / 8 : N == 2 ? vectors / 2 : vectors) * VL / 16;
   }
 
   static void solve(const float* m, float* u, const Panel& p) {
@@ -138,7 +133,7 @@ template <class T, int N> struct Few {
     for_columns<NV>(p.width, [&](int64_t h, auto vectors) __attribute__((always_inline)) {
       constexpr int C = decltype(vectors)::count;
       update_columns<ALL, C>(total, tail, ld, u + h, p.width, s.before ? s.before + p.column + h : nullptr,
-                             s.after + p.column + h, s.v, s.k, N <= 2 ? C * VL / 16 - lines(C) : 0, &to_come);
+                             s.after + p.column + h, s.v, s.k, WRITE_LINES<N, C>, &to_come);
     });
   }
   template <class U> void ask(const U*, int64_t, int64_t, int64_t, int64_t) const {}

@@ -166,7 +166,7 @@ def delta_rule(state: Any, k: Any) -> Any:
 
 
 def test_a_recurrent_state_is_overwritten() -> None:
-    """The copy that a caller's memory asks for is none: also where the state is a result as well."""
+    """What a caller copies into it is made there: also where it is a result as well."""
 
     def step(state: Any, k: Any) -> Any:
         out, after = delta_rule(state, k)

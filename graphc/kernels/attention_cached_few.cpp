@@ -169,8 +169,8 @@ template <class T> struct Unit {
       int64_t r = 0;
       const auto some = [&](auto count, auto&& next) __attribute__((always_inline)) {
         constexpr int R = decltype(count)::count;  // sums of the blocks before are rescaled
-        mix_keys<T, R>(parts, w + r * parts * lds, lds, v, s->v_row, s->dv, n,
-                                       place ? one : f + r, own + r * ldo, ldo, next);
+        mix_keys<T, R>(parts, w + r * parts * lds, lds, v, s->v_row, s->dv, n, place ? one : f + r,
+                       own + r * ldo, ldo, next);
         r += R;
       };
       if (tiled()) {
@@ -190,9 +190,9 @@ template <class T> struct Unit {
       const int64_t place = start + i % rows % s->tq;
       for (int64_t j = 0; j < min64(n, place - s->back - k0); j++) row[j] = NEGATIVE_INFINITY;
       for (int64_t j = max64(0, place + 1 - k0); j < n; j++) row[j] = NEGATIVE_INFINITY;
-      const auto none = [](int64_t) {};
-      if (sizeof(W) == 2 && parts == 1) weigh_row<false>(row, n, maximum + i, total + i, factor + i, none);
-      else weigh_row<true>(row, n, maximum + i, total + i, factor + i, none);
+      const auto quiet = [](int64_t) {};
+      if (sizeof(W) == 2 && parts == 1) weigh_row<false>(row, n, maximum + i, total + i, factor + i, quiet);
+      else weigh_row<true>(row, n, maximum + i, total + i, factor + i, quiet);
       put_weights(row, n, parts, weights + i * parts * lds, lds);
     }
   }

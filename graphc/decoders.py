@@ -198,8 +198,11 @@ def capture_decoder(
         graph = prepare(origin)
         for stretch in _stretches(graph, page):
             for phase, ranges in _phases(limits).items():
-                own = {**ranges, "M": stretch}
-                graphs.append((phase, specialise(graph, FIXED[phase], own, sizes)))
+                single = {name: low for name, (low, high) in ranges.items() if low == high}
+                several = {name: ends for name, ends in ranges.items() if name not in single}
+                fixed_sizes = {**FIXED[phase], **single}
+                own = {**several, "M": stretch}
+                graphs.append((phase, specialise(graph, fixed_sizes, own, sizes)))
                 origins.append(origin)
             room.append(stretch)
     facts = DecoderPlan(

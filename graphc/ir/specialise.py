@@ -28,7 +28,7 @@ def specialise(
 
     Args:
         sizes: lengths by symbol, each within the symbol's range.
-        ranges: (minimum, maximum) by symbol; they may only narrow, to one length too.
+        ranges: (minimum, maximum) by symbol; they may only narrow.
         states: shapes by name; such a state begins as zeros.
 
     Raises:
@@ -46,14 +46,13 @@ class _Specialiser:
         self.symbols: dict[str, Symbol] = {}
         self.fixed: dict[sympy.Expr, sympy.Integer] = {}
         for name, info in graph.symbols.items():
-            low, high = ranges.get(name, (info.minimum, info.maximum))
             if name in sizes:
-                low = high = sizes[name]
-            _check(info, low, high)
-            if low == high:  # a number, not a length that may vary
-                self.fixed[info.expr] = sympy.Integer(low)
+                _check(info, sizes[name], sizes[name])
+                self.fixed[info.expr] = sympy.Integer(sizes[name])
                 continue
             if name in ranges:
+                low, high = ranges[name]
+                _check(info, low, high)
                 info = replace(info, minimum=low, maximum=high, hint=max(low, min(info.hint, high)))
             self.symbols[name] = info
         self.guards = tuple(self._guards())

@@ -134,10 +134,6 @@ template <class T> struct Unit {
   // Whether some of each of several rows is read in turn, and what comes next asked for, as in
   // attention_decode_driver.h.
   bool tiled() const { return rows >= 4 && s->dv != 4 * PAIR && !coming.bytes; }
-  static Later later(const T* after, int64_t width, int64_t step) {
-    const int64_t size = sizeof(T);
-    return {(const char*)after, width * size, (step - width) * size};
-  }
 
   void dots(const Block<T>* block, int64_t h) {
     const W* const own = q + h * rows * ldq;

@@ -73,9 +73,8 @@ struct Unit {
 
   bool one() const { return in_one(rows, s->dv); }
   // The rows that come a turn after those at p.
-  Later later(const T* p, int64_t width, int64_t step) const {
-    const int64_t size = sizeof(T), turn = turn_keys(rows, s->dv);
-    return {(const char*)(p + turn * step), width * size, (step - width) * size};
+  Later a_turn_later(const T* p, int64_t width, int64_t step) const {
+    return later(p + turn_keys(rows, s->dv) * step, width, step);
   }
 
   // Scores of the n keys from k0 on, `place` keys into their block.
@@ -86,7 +85,7 @@ struct Unit {
       int64_t r = 0;
       if (rows >= 4) {
         if (one()) dot_keys<T, 4>(q, ldq, k, g.k_t, s->d, m, o, lds);
-        else dot_keys<T, 4>(q, ldq, k, g.k_t, s->d, m, o, lds, later(k, s->d, g.k_t));
+        else dot_keys<T, 4>(q, ldq, k, g.k_t, s->d, m, o, lds, a_turn_later(k, s->d, g.k_t));
         r = 4;
       }
       for (; r + 4 <= rows; r += 4)
@@ -112,7 +111,7 @@ struct Unit {
       const bool start = place + to == 0;  // sums of the blocks before are rescaled
       int64_t r = 0;
       if (!one() && rows >= 4) {
-        mix_rows<4>(0, w, v, g.v_t, m, start, later(v, s->dv, g.v_t));
+        mix_rows<4>(0, w, v, g.v_t, m, start, a_turn_later(v, s->dv, g.v_t));
         for (r = 4; r + 4 <= rows; r += 4) mix_rows<4>(r, w, v, g.v_t, m, start);
       }
       if (one())

@@ -156,5 +156,10 @@ struct Later {
     at = 0;
   }
 };
+// The rows of `width` elements from p on, `step` elements apart.
+template <class T> GC_INLINE Later later(const T* p, int64_t width, int64_t step) {
+  const int64_t size = sizeof(T);
+  return {(const char*)p, width * size, (step - width) * size};
+}
 
 }  // namespace gc

@@ -48,6 +48,14 @@ struct Floats {
 };
 
 #if defined(__AVX512BF16__)
+// Lane i holds lo[i] and hi[i] as bf16.
+GC_INLINE __m512i pair_lanes(vf lo, vf hi) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
+  return _mm512_permutexvar_epi16(order, halves);
+}
+
 struct Pairs {
   typedef uint32_t item;
   typedef __m512i vec;
@@ -57,8 +65,6 @@ struct Pairs {
   }
   // The weights of two keys become one row of pairs; the sum is that of the unrounded weights.
   static void weights(float* s, int64_t keys, float factor, vf base, vf* total) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                           8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     vf sum[2] = {};
     for (int64_t j = 0; j < keys; j += 2) {
       const float* p = s + j * GC_NR;
@@ -67,8 +73,7 @@ struct Pairs {
       if (j + 1 < keys) hi = exp2_weight<false>((load<vf>(p + GC_NR) - base) * factor);
       sum[0] += lo;
       sum[1] += hi;
-      const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
-      _mm512_storeu_si512(s + j / 2 * GC_NR, _mm512_permutexvar_epi16(order, halves));
+      _mm512_storeu_si512(s + j / 2 * GC_NR, pair_lanes(lo, hi));
     }
     *total = sum[0] + sum[1];
   }

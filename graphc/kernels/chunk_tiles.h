@@ -14,14 +14,6 @@ constexpr int64_t CHUNK = 16;
 template <class T> struct Product { typedef Floats type; };
 #if defined(__AVX512BF16__)
 template <> struct Product<bf16> { typedef Pairs type; };
-
-// Lane i holds lo[i] and hi[i] as bf16.
-GC_INLINE __m512i pair_lanes(vf lo, vf hi) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
-  return _mm512_permutexvar_epi16(order, halves);
-}
 #endif
 
 // Rows of floats i and i + 1 as items of steps: two steps, or one of pairs.

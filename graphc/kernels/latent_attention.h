@@ -345,7 +345,7 @@ template <class T, class A, int P> struct LatentAttention {
         const vf hi = exp2_weight<false>((load<vf>(scores + (j + 1) * VL) - from) * factor);
         sum[0] += lo;
         sum[1] += hi;
-        store(scores + j / 2 * VL, interleaved(lo, hi));
+        store(scores + j / 2 * VL, pair_lanes(lo, hi));
       }
 #endif
     } else {
@@ -374,11 +374,6 @@ template <class T, class A, int P> struct LatentAttention {
     return x;
   }
 #if defined(__AVX512BF16__)
-  static __m512i interleaved(vf lo, vf hi) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                           8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo));
-  }
   static __m256i interleaved(vf both) {
     const __m256i order = _mm256_set_epi16(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
     return _mm256_permutexvar_epi16(order, (__m256i)_mm512_cvtneps_pbh((__m512)both));

@@ -20,8 +20,6 @@ from graphc.lowering.context import View
 from graphc.lowering.expand import expansion
 from graphc.lowering.groups import Grouping, root
 
-#: operators over the state of sequences, their first argument, and which result is its new content
-STATEFUL = {"graphc.delta_rule.default": 1, "graphc.short_convolution.default": 1}
 #: operators whose rule starts from their first argument and writes a part of it, if need be in
 #: place, and the result that is its new content
 PARTIAL: dict[str, int] = {
@@ -35,15 +33,16 @@ PARTIAL: dict[str, int] = {
         ),
         0,
     ),
-    **STATEFUL,
+    "graphc.delta_rule.default": 1,
+    "graphc.short_convolution.default": 1,
 }  # fmt: skip
 ATTENTION = frozenset(("aten.scaled_dot_product_attention.default", "graphc.attention.default"))
 
 
 @expansion("copy.default")
 def _copy(builder: Builder, node: Node) -> Sequence[Value]:
-    """A copy of its source: what it overwrites is not read. The new content of a state, as an
-    operator made it, is no copy: it may be the old one's memory."""
+    """A copy of its source: what it overwrites is not read. New content that a partial write
+    made is no copy: it may be written where the old one lives."""
     result, source = node.outputs[0].type, builder.of(node.args[1])
     if source.type.dtype != result.dtype:
         source = builder.call1(
@@ -52,7 +51,7 @@ def _copy(builder: Builder, node: Node) -> Sequence[Value]:
     if source.type.shape != result.shape:
         source = builder.call1(torch.ops.aten.expand.default, source, result.shape)
     made = source.producer
-    if made is not None and STATEFUL.get(made.target) == source.index:
+    if made is not None and PARTIAL.get(made.target) == source.index:
         return [source]
     return [builder.call1(torch.ops.aten.clone.default, source)]
 

@@ -30,10 +30,9 @@ def residual_mix(ctx: LoweringContext, node: Node) -> None:
     shape, dtype = rows[0][0].shape, rows[0][0].dtype
     if dtype not in STORAGE or query.dtype not in STORAGE or not shape:
         raise Refuse(f"a mix of {dtype} by a query of {query.dtype}")
-    last = rows[-1][0].dtype
-    if any(view.shape != shape for view, _ in rows) or last not in (dtype, "float32"):
-        raise Refuse("candidates of different kinds")
-    if any(view.dtype != dtype for view, _ in rows[:-1]):
+    *others, last = (view.dtype for view, _ in rows)
+    alike = all(view.shape == shape for view, _ in rows) and set(others) <= {dtype}
+    if not alike or last not in (dtype, "float32"):
         raise Refuse("candidates of different kinds")
     width, tokens = shape[-1], product(shape[:-1])
     norm_eps, gain = node.argument("norm_eps"), node.argument("gain")

@@ -9,6 +9,7 @@ from graphc.ops.integer_linear import integer_linear
 from graphc.ops.lightning_indexer import lightning_indexer, paged_lightning_indexer
 from graphc.ops.pages import append_pages, read_pages
 from graphc.ops.pooled_indexer import append_ring, pool_keys, pooled_indexer
+from graphc.ops.record_pages import append_records, read_records
 from graphc.ops.recurrent import gru, lstm
 from graphc.ops.residual_mix import residual_mix
 from graphc.ops.route import route
@@ -17,9 +18,10 @@ from graphc.ops.sinkhorn import sinkhorn
 from graphc.ops.sparse_attention import latent_attention, sparse_attention
 
 __all__ = [
-    "append_pages", "append_ring", "attention", "cached_attention", "coded_linear",
-    "delta_rule", "experts", "gru", "integer_linear", "latent_attention", "lightning_indexer",
+    "append_pages", "append_records", "append_ring", "attention", "cached_attention",
+    "coded_linear", "delta_rule", "experts",
+    "gru", "integer_linear", "latent_attention", "lightning_indexer",
     "lstm", "paged_attention", "paged_lightning_indexer", "pool_keys", "pooled_indexer",
-    "position_mask", "read_pages", "residual_mix", "route", "short_convolution",
+    "position_mask", "read_pages", "read_records", "residual_mix", "route", "short_convolution",
     "sinkhorn", "sparse_attention",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphc.ops.library import define
+from graphc.ops.record_pages import read_rows
 
 _OPTIONS = "float scale, float soft_cap=0., Tensor? sinks=None, SymInt? back=None"
 
@@ -61,23 +62,25 @@ def cached_attention(
 def _paged_meta(
     query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, start: torch.Tensor, *,
     heads: int, width: int, scale: float, soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None, back: int | None = None,
+    sinks: torch.Tensor | None = None, back: int | None = None, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     return query.new_empty([query.shape[0], query.shape[2], query.shape[1], width])
 
 
 @define("paged_attention(Tensor query, Tensor pages, Tensor table, Tensor start, *, int heads, "
-        f"int width, {_OPTIONS}) -> Tensor", _paged_meta)  # fmt: skip
+        f"int width, {_OPTIONS}, str format='') -> Tensor", _paged_meta)  # fmt: skip
 def paged_attention(
     query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, start: torch.Tensor, *,
     heads: int, width: int, scale: float, soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None, back: int | None = None,
+    sinks: torch.Tensor | None = None, back: int | None = None, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """As `cached_attention`, over rows in pages (`graphc.ops.pages`): a row is the keys of all
     `heads` (D each), then their values (`width` each). Pages [N, P, W] or, faster with few queries
-    and possible where `width` is D, [N, 2 * heads, P, D]."""
+    and possible where `width` is D, [N, 2 * heads, P, D].
+
+    format: of rows in records, bytes in the place of W or D (`graphc.ops.record_pages`)."""
     batch, _, _, size = query.shape
-    rows = torch.ops.graphc.read_pages(pages, table, 0, heads * (size + width))
+    rows = read_rows(pages, table, query.dtype, format)
     key = rows[..., : heads * size].reshape(batch, -1, heads, size).transpose(1, 2)
     value = rows[..., heads * size :].reshape(batch, -1, heads, width).transpose(1, 2)
     out = _attend(query, key, value, start, scale=scale, soft_cap=soft_cap, sinks=sinks, back=back)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from graphc.ops.library import define
+from graphc.ops.record_pages import narrowed, read_rows
 
 
 def _choose(
@@ -59,18 +60,24 @@ def lightning_indexer(
 
 def _paged_meta(
     query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    start: torch.Tensor, *, count: int,
+    start: torch.Tensor, *, count: int, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     return query.new_empty([*query.shape[:2], count], dtype=torch.int32)
 
 
 @define("paged_lightning_indexer(Tensor query, Tensor weights, Tensor pages, Tensor table, "
-        "Tensor start, *, int count) -> Tensor", _paged_meta)  # fmt: skip
+        "Tensor start, *, int count, str format='') -> Tensor", _paged_meta)  # fmt: skip
 def paged_lightning_indexer(
     query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    start: torch.Tensor, *, count: int,
+    start: torch.Tensor, *, count: int, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """As `lightning_indexer`, over keys in pages [N, P, D] (`graphc.ops.pages`); the positions are
-    those in the sequence, not in the pool."""
-    key = torch.ops.graphc.read_pages(pages, table, 0, pages.shape[2])
+    those in the sequence, not in the pool.
+
+    format: of keys in records, [N, P, bytes] (`graphc.ops.record_pages`); the queries are narrowed
+    in the same way.
+    """
+    if format:
+        query = narrowed(query, format)
+    key = read_rows(pages, table, query.dtype, format)
     return _choose(query, weights, key, start, count)

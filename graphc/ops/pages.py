@@ -34,9 +34,16 @@ def append_pages(
     rows: [B, T, Wi] each, the sum of Wi is W; converted to the pages' dtype. A row whose page is
     -1 is not written. Two sequences of one call never share a page they write.
     """
+    new = torch.cat([part.to(pages.dtype) for part in rows], -1)
+    return put_rows(pages, new, table, start)
+
+
+def put_rows(
+    pages: torch.Tensor, new: torch.Tensor, table: torch.Tensor, start: torch.Tensor
+) -> torch.Tensor:
+    """The pages with rows [B, T, ...] of theirs behind those of each sequence."""
     out = pages.clone()
     held = out.transpose(1, -2) if out.dim() == 4 else out
-    new = torch.cat([part.to(pages.dtype) for part in rows], -1)
     new = new.reshape(*new.shape[:2], *held.shape[2:])
     size = held.shape[1]
     for b in range(new.shape[0]):

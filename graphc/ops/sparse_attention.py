@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from graphc.ops.library import define
+from graphc.ops.record_pages import read_rows
 
 
 def _attend(
@@ -61,18 +62,18 @@ def sparse_attention(
 def _latent_meta(
     query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, start: torch.Tensor,
     indices: torch.Tensor | None = None, rope: torch.Tensor | None = None, *, latent: int,
-    scale: float,
+    scale: float, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     return query.new_empty([*query.shape[:3], latent])
 
 
 @define("latent_attention(Tensor query, Tensor pages, Tensor table, Tensor start, "
-        "Tensor? indices=None, Tensor? rope=None, *, int latent, float scale) -> Tensor",
-        _latent_meta)  # fmt: skip
+        "Tensor? indices=None, Tensor? rope=None, *, int latent, float scale, "
+        "str format='') -> Tensor", _latent_meta)  # fmt: skip
 def latent_attention(
     query: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, start: torch.Tensor,
     indices: torch.Tensor | None = None, rope: torch.Tensor | None = None, *, latent: int,
-    scale: float,
+    scale: float, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """The absorbed form of latent attention (DeepSeek-V2, arXiv:2405.04434) over paged rows
     [latent | rope], which all heads share: keys are whole rows, values their latent part.
@@ -84,10 +85,11 @@ def latent_attention(
         indices: int32 [B, T, K], different positions; -1 and later ones are left out. None: all.
         rope: what stands behind the rows, in pages of its own [N, P, R]; rows are of W - R then.
         latent: width of the values.
+        format: of rows in records, pages being [N, P, bytes] (`graphc.ops.record_pages`).
 
     Returns [B, T, H, latent].
     """
-    rows = torch.ops.graphc.read_pages(pages, table, 0, pages.shape[2])
+    rows = read_rows(pages, table, query.dtype, format)
     if rope is not None:
         rows = torch.cat([rows, torch.ops.graphc.read_pages(rope, table, 0, rope.shape[2])], -1)
     if indices is None:

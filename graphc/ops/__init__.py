@@ -19,9 +19,8 @@ from graphc.ops.sparse_attention import latent_attention, sparse_attention
 
 __all__ = [
     "append_pages", "append_records", "append_ring", "attention", "cached_attention",
-    "coded_linear", "delta_rule", "experts",
-    "gru", "integer_linear", "latent_attention", "lightning_indexer",
-    "lstm", "paged_attention", "paged_lightning_indexer", "pool_keys", "pooled_indexer",
-    "position_mask", "read_pages", "read_records", "residual_mix", "route", "short_convolution",
-    "sinkhorn", "sparse_attention",
+    "coded_linear", "delta_rule", "experts", "gru", "integer_linear", "latent_attention",
+    "lightning_indexer", "lstm", "paged_attention", "paged_lightning_indexer", "pool_keys",
+    "pooled_indexer", "position_mask", "read_pages", "read_records", "residual_mix", "route",
+    "short_convolution", "sinkhorn", "sparse_attention",
 ]  # fmt: skip

@@ -192,14 +192,16 @@ def encode_e4m3(numbers: torch.Tensor) -> torch.Tensor:
 
 def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """float32 of E4M3 codes."""
-    return codes.contiguous().view(torch.float8_e4m3fn).float()
+    numbers: torch.Tensor = codes.contiguous().view(torch.float8_e4m3fn).float()
+    return numbers
 
 
 def _blocks(numbers: torch.Tensor, size: int) -> torch.Tensor:
     """[..., n] -> [..., ceil(n / size), size], zeros behind."""
     count = -(-numbers.shape[-1] // size)
     filled = torch.nn.functional.pad(numbers, (0, count * size - numbers.shape[-1]))
-    return filled.unflatten(-1, (count, size))
+    made: torch.Tensor = filled.unflatten(-1, (count, size))
+    return made
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:

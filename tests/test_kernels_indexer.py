@@ -8,6 +8,7 @@ import torch
 import graphc.ops  # noqa: F401
 from graphc.lowering.context import Refuse
 from graphc.lowering.templates import lightning_indexer
+from graphc.ops.records import record_format
 from tests.kernel_harness import available_isas, lower, run_rule
 
 torch.set_num_threads(1)
@@ -215,3 +216,83 @@ def test_refusals() -> None:
     start = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(Refuse, match="int32"):
         lower(DENSE, [q, w, k, start], {"count": 1}, isa=ISAS[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["floor", "ceil"])
+def test_records(isa: str, dtype: torch.dtype, rule: str) -> None:
+    """Keys in records, queries narrowed likewise; small integers are exact in all of it."""
+    for batch, length, start, heads, d, count in [
+        (1, 1, 900, 4, 32, 64), (2, 70, 0, 8, 64, 16), (1, 300, 400, 16, 128, 100),
+        (2, 3, 5, 5, 33, 4), (1, 2, 9000, 3, 128, 70),
+    ]:  # fmt: skip
+        q, w = whole(batch, length, heads, d, dtype=dtype), whole(batch, length, heads, dtype=dtype)
+        form = record_format(f"mxfp8_{rule}:{d}")
+        keys = whole(batch, start + length, d, dtype=torch.float32)
+        pages, table = paged(form.encode(keys), 16)
+        starts = torch.full((batch,), start, dtype=torch.int32)
+        dense = torch.ops.graphc.lightning_indexer(q, w, keys.to(dtype), starts, count=count)
+        keywords = {"count": count, "format": str(form)}
+        (got,) = run_rule(PAGED, [q, w, pages, table, starts], keywords, isa=isa)
+        assert torch.equal(got, dense), (length, heads, d)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_records_of_two_terms(isa: str, dtype: torch.dtype) -> None:
+    """Candidates by the first terms, the choice among them by both."""
+    torch.manual_seed(3)
+    for length, start, heads, d, count in [(1, 2000, 4, 64, 100), (40, 700, 16, 128, 50)]:
+        form = record_format(f"mxfp8_floor:{d}")
+        q, w = torch.randn(1, length, heads, d).to(dtype), torch.rand(1, length, heads)
+        keys = torch.randn(1, start + length, d).to(dtype)
+        count_pages = -(-keys.shape[1] // 16)
+        table = torch.randperm(count_pages + 2)[:count_pages].view(1, -1).int()
+        pages = torch.zeros(count_pages + 2, 2, 16, form.bytes, dtype=torch.uint8)
+        zero = torch.zeros(1, dtype=torch.int32)
+        pages = torch.ops.graphc.append_records(
+            pages, [keys], table, zero, format=str(form), terms=2
+        )
+        starts = torch.full((1,), start, dtype=torch.int32)
+        keywords = {"count": count, "format": str(form), "candidates": count + count // 5}
+        arguments = [q, w, pages, table, starts]
+        (got,) = run_rule(PAGED, arguments, keywords, isa=isa)
+        expected = torch.ops.graphc.paged_lightning_indexer(*arguments, **keywords)
+        plain = torch.ops.graphc.lightning_indexer(q, w, keys, starts, count=count)
+        once = torch.ops.graphc.paged_lightning_indexer(
+            q, w, pages[:, 0].contiguous(), table, starts, count=count, format=str(form)
+        )
+        assert _shared(got, expected) > 0.9985  # sums in another order
+        assert _shared(got, plain) > max(0.985, _shared(once, plain))
+
+
+def _shared(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The mean share of the choices in `one` that are in `other`."""
+    hits = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(one[0], other[0], strict=True)]
+    return sum(hits) / one.numel()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_record_that_is_no_number_is_seen(isa: str) -> None:
+    """Its key is above all, as NaN is in plain keys; no other key changes."""
+    form = record_format("mxfp8_floor:32")
+    keys = torch.rand(1, 64, 32)
+    keys[0, 20, 7] = torch.inf
+    pages, table = paged(form.encode(keys), 16)
+    arguments = [
+        torch.rand(1, 1, 2, 32),
+        torch.ones(1, 1, 2),
+        pages,
+        table,
+        torch.tensor([63]).int(),
+    ]
+    keywords = {"count": 5, "format": str(form)}
+    (got,) = run_rule(PAGED, arguments, keywords, isa=isa)
+    assert 20 in got[0, 0].tolist()
+    others = [p for p in got[0, 0].tolist() if p != 20]
+    clear, place = paged(form.encode(torch.cat([keys[:, :20], keys[:, 21:]], 1)), 16)
+    arguments[2:] = [clear, place, torch.tensor([62]).int()]
+    keywords["count"] = 4
+    (without,) = run_rule(PAGED, arguments, keywords, isa=isa)
+    assert others == [p + (p >= 20) for p in without[0, 0].tolist()]

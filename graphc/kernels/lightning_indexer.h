@@ -14,6 +14,10 @@
 // lies and whatever queries come together: a row has the same scores in one piece, in chunks and alone.
 //
 // ptr = {query, weights, keys, table, start, out, partial}; imm = gc_indexer_shape.
+// Keys may be records (records.h); queries are then narrowed in the same way. Of the candidates chosen
+// like that, lightning_indexer_again (over batch x queries; ptr = {query, weights, keys, table,
+// candidates, out}) chooses by the queries as they are and two terms of each key.
+//
 // The first Step runs over batch x chunks x blocks of queries. Where a sequence's keys are cut into
 // chunks, it leaves [batch][queries][chunks] records {n, orders [count], positions [count]} in
 // `partial`, of which the second (lightning_indexer_merge, over batch x queries) makes `out`.
@@ -22,6 +26,7 @@
 
 #include "attention_tile.h"
 #include "best_positions.h"
+#include "record_keys.h"
 #include "row_source.h"
 
 struct gc_indexer_shape {
@@ -192,15 +197,18 @@ static inline float weight_at(const void* w, int64_t type, int64_t i) {
 GC_INLINE int64_t record_size(int64_t count) { return 1 + 2 * count; }
 
 // Everything a thread needs; scratch in 4-byte items, see lowering/templates/lightning_indexer.py.
-template <class T, class A> struct Indexer {
+// T: of queries; K: of keys, T or bytes of records.
+template <class T, class A, class K> struct Indexer {
   typedef typename A::item Item;
+  static constexpr bool RECORDS = !std::is_same<T, K>::value;
   const gc_args* args;
   const gc_indexer_shape* s;
   int64_t steps;
   Item *panel, *queries;    // [steps][PANEL_KEYS]; [block][heads][steps]
   float *scores, *weights;  // [block][BEST_BLOCK]; [block][heads]
   int32_t* candidates;
-  RowSource<T> source;
+  RecordKeys<T> records;
+  RowSource<K> source;
 
   Indexer(const gc_args* a) : args(a), s((const gc_indexer_shape*)a->imm), steps(A::steps(s->d)) {
     char* at = (char*)a->scratch;
@@ -209,10 +217,12 @@ template <class T, class A> struct Indexer {
     panel = (Item*)take(48 * s->d);
     queries = (Item*)take(s->block * s->heads * s->d);
     weights = (float*)take(s->block * s->heads);
-    T* zeros = (T*)take(s->d);
-    memset((void*)zeros, 0, (size_t)s->d * sizeof(T));
+    K* zeros = (K*)take(2 * s->d);
+    memset((void*)zeros, 0, (size_t)s->d * 8);
     candidates = (int32_t*)take(s->block * 2 * best_room(s->count));
-    source = {&s->keys, (const T*)a->ptr[2], (const int32_t*)a->ptr[3], zeros};
+    source = {&s->keys, (const K*)a->ptr[2], (const int32_t*)a->ptr[3], zeros};
+    if constexpr (RECORDS)
+      records = {(const gc_record_keys*)(s + 1), zeros, (float*)take((10 + s->heads) * s->d)};
   }
 
   const int32_t* start() const { return s->starts ? (const int32_t*)args->ptr[4] : nullptr; }
@@ -220,12 +230,28 @@ template <class T, class A> struct Indexer {
     return (int32_t*)args->ptr[5] + (b * s->queries + t) * s->count;
   }
 
-  void load_query(int64_t i, int64_t b, int64_t t) {
+  void load_query(int64_t i, int64_t b, int64_t t, bool narrow) {
     const T* q = (const T*)args->ptr[0] + b * s->q_b + t * s->q_t;
-    pack_query(q, s->q_h, s->heads, s->d, queries + i * s->heads * steps);
+    if (RECORDS && narrow)
+      pack_query(records.narrowed(q, s->q_h, s->heads, s->d), s->d, s->heads, s->d,
+                 queries + i * s->heads * steps);
+    else
+      pack_query(q, s->q_h, s->heads, s->d, queries + i * s->heads * steps);
     for (int64_t h = 0; h < s->heads; h++)
       weights[i * s->heads + h] =
           weight_at(args->ptr[1], s->weight_type, b * s->w_b + t * s->w_t + h * s->w_h);
+  }
+
+  int64_t row_bytes() const {
+    return RECORDS ? records.keys->format.bytes : s->d * (int64_t)sizeof(T);
+  }
+
+  // n rows as the panel, which is whole eights of rows; both: with the second terms.
+  void pack(const K* const* rows, int64_t n, bool both) {
+    for (int64_t r = 0; r < n; r += 8) {
+      if constexpr (RECORDS) pack_keys(records.rows(rows + r, s->d, both), s->d, panel + r);
+      else pack_keys(rows + r, s->d, panel + r);
+    }
   }
 
   // Scores the queries [first, rows), which see seen(i) keys, against the keys [k, k + n). `end`:
@@ -233,19 +259,18 @@ template <class T, class A> struct Indexer {
   template <class F>
   void score_block(int64_t b, int64_t k, int64_t n, int64_t end, int64_t first, int64_t rows,
                    F seen) {
-    const T* places[BEST_BLOCK + PANEL_KEYS];
+    const K* places[BEST_BLOCK + PANEL_KEYS];
     const int64_t known = min64(end - k, n + PANEL_KEYS);
     source.find(b, k, known, places);
     for (int64_t j = known; j < n + PANEL_KEYS; j++) places[j] = source.zeros;
     for (int64_t j = 0; j < n; j += PANEL_KEYS) {
-      for (int64_t r = j; r < min64(n, j + PANEL_KEYS); r += 8)
-        pack_keys(places + r, s->d, panel + (r - j));
+      pack(places + j, min64(n - j, PANEL_KEYS), false);
       const char* const* next = (const char* const*)(places + j + PANEL_KEYS);
       if (j + PANEL_KEYS >= known) next = nullptr;
       for (int64_t i = first; i < rows; i++) {
         if (seen(i) <= k + j) continue;
         score_panel<A>(queries + i * s->heads * steps, panel, steps, s->heads, weights + i * s->heads,
-                       scores + i * BEST_BLOCK + j, next, s->d * (int64_t)sizeof(T));
+                       scores + i * BEST_BLOCK + j, next, row_bytes());
         next = nullptr;
       }
     }
@@ -267,7 +292,7 @@ template <class T, class A> struct Indexer {
     BestPositions best[64];
     for (int64_t i = first; i < rows; i++) {
       best[i].start(s->count, candidates + i * 2 * best_room(s->count));
-      load_query(i, b, t0 + i);
+      load_query(i, b, t0 + i, true);
     }
     const auto seen = [&](int64_t i) {
       return rows_seen(start(), b, t0 + i, s->keys.capacity, s->pool);
@@ -285,6 +310,33 @@ template <class T, class A> struct Indexer {
       if (s->chunks == 1) put(row(b, t0 + i), best[i], s->count);
       else keep(best[i], b, t0 + i, chunk);
     }
+  }
+
+  // The best of the candidates of a query, which are in ascending order with -1 behind the last.
+  void again(int64_t b, int64_t t, const int32_t* among, int64_t most) {
+    int32_t* const out = row(b, t);
+    int64_t n = 0;
+    while (n < most && among[n] >= 0) n++;
+    if (n <= s->count) {
+      for (int64_t j = 0; j < s->count; j++) out[j] = j < n ? among[j] : -1;
+      return;
+    }
+    BestPositions best;
+    best.start(s->count, candidates);
+    load_query(0, b, t, false);
+    for (int64_t k = 0; k < n; k += BEST_BLOCK) {
+      const int64_t shown = min64(BEST_BLOCK, n - k);
+      for (int64_t j = 0; j < shown; j += PANEL_KEYS) {
+        const K* places[PANEL_KEYS];
+        for (int64_t r = 0; r < PANEL_KEYS; r++)
+          places[r] = j + r < shown ? source.at(b, among[k + j + r]) : source.zeros;
+        pack(places, PANEL_KEYS, true);
+        score_panel<A>(queries, panel, steps, s->heads, weights, scores + j, nullptr, 0);
+      }
+      best.offer(scores, shown, k);
+    }
+    best.finish();
+    for (int64_t j = 0; j < s->count; j++) out[j] = among[best.position[j]];
   }
 
   static void put_all(int32_t* out, int64_t n, int64_t count) {
@@ -306,9 +358,9 @@ template <class T, class A> struct Indexer {
   }
 };
 
-template <class T, class A>
+template <class T, class A, class K>
 static void index_rows(const gc_args* args, int64_t begin, int64_t end) {
-  Indexer<T, A> indexer(args);
+  Indexer<T, A, K> indexer(args);
   const gc_indexer_shape* s = indexer.s;
   const int64_t blocks = (s->queries + s->block - 1) / s->block;
   for (int64_t u = begin; u < end; u++) {
@@ -317,6 +369,16 @@ static void index_rows(const gc_args* args, int64_t begin, int64_t end) {
     const int64_t chunk = u / blocks % s->chunks, b = u / blocks / s->chunks;
     indexer.run(b, chunk, t0, min64(s->block, s->queries - t0));
   }
+}
+
+// Chooses among the candidates of each query.
+template <class T, class A>
+static void choose_again(const gc_args* args, int64_t begin, int64_t end) {
+  Indexer<T, A, uint8_t> indexer(args);
+  const gc_indexer_shape* s = indexer.s;
+  const int64_t most = indexer.records.keys->candidates;
+  for (int64_t i = begin; i < end; i++)
+    indexer.again(i / s->queries, i % s->queries, (const int32_t*)args->ptr[4] + i * most, most);
 }
 
 // scratch: best_room(count) candidates
@@ -341,10 +403,19 @@ static void merge_rows(const gc_args* args, int64_t begin, int64_t end) {
 
 }  // namespace
 
-#define GC_INDEXER(TAG, TYPE, ARITHMETIC)                                                         \
+#define GC_INDEXER_OVER(TAG, ...)                                                                 \
   GC_EXPORT void lightning_indexer_##TAG(const gc_args* args, int64_t begin, int64_t end) {       \
-    index_rows<TYPE, ARITHMETIC>(args, begin, end);                                               \
+    index_rows<__VA_ARGS__>(args, begin, end);                                                    \
   }                                                                                               \
   GC_EXPORT void lightning_indexer_merge_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
     merge_rows(args, begin, end);                                                                 \
   }
+#ifdef GC_INDEXER_RECORDS  // keys are records
+#define GC_INDEXER(TAG, TYPE, ARITHMETIC)                                                         \
+  GC_INDEXER_OVER(records_##TAG, TYPE, ARITHMETIC, uint8_t)                                       \
+  GC_EXPORT void lightning_indexer_again_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
+    choose_again<TYPE, ARITHMETIC>(args, begin, end);                                             \
+  }
+#else
+#define GC_INDEXER(TAG, TYPE, ARITHMETIC) GC_INDEXER_OVER(TAG, TYPE, ARITHMETIC, TYPE)
+#endif

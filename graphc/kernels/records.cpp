@@ -16,12 +16,13 @@ struct RowShape {
   int64_t planes, plane, page, row;
   gc_record_format format;
 };
+// terms: 2: the second record is of what the first leaves of the row.
 struct Part {
   int64_t type;  // 1 fp32, 2 bf16, 3 fp16
   int64_t width, b, t, step;
 };
 struct AppendShape : RowShape {
-  int64_t new_rows, parts;
+  int64_t terms, new_rows, parts;
   Part part[];
 };
 struct ReadShape : RowShape {
@@ -34,7 +35,7 @@ template <class S> void gather(const void* source, int64_t at, int64_t step, int
   for (int64_t i = 0; i < n; i++) to[i] = (float)from[i * step];
 }
 
-// scratch: a row of floats
+// scratch: two rows of floats
 void append(const gc_args* args, int64_t begin, int64_t end) {
   const AppendShape* s = (const AppendShape*)args->imm;
   const int32_t *table = (const int32_t*)args->ptr[1], *start = (const int32_t*)args->ptr[2];
@@ -54,6 +55,14 @@ void append(const gc_args* args, int64_t begin, int64_t end) {
       to += p->width;
     }
     uint8_t* const dst = (uint8_t*)args->ptr[0] + page * s->page + at % s->paging.rows * s->row;
+    if (s->terms == 2) {
+      float* const kept = row + s->format.width;
+      encode_record(row, &s->format, dst);
+      decode_record(dst, &s->format, kept);
+      for (int64_t k = 0; k < s->format.width; k++) row[k] -= kept[k];
+      encode_record(row, &s->format, dst + s->plane);
+      continue;
+    }
     for (int64_t k = 0; k < s->planes; k++)
       encode_record(row + k * s->format.width, &s->format, dst + k * s->plane);
   }

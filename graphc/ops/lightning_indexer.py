@@ -60,24 +60,45 @@ def lightning_indexer(
 
 def _paged_meta(
     query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    start: torch.Tensor, *, count: int, format: str = "",
+    start: torch.Tensor, *, count: int, format: str = "", candidates: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     return query.new_empty([*query.shape[:2], count], dtype=torch.int32)
 
 
 @define("paged_lightning_indexer(Tensor query, Tensor weights, Tensor pages, Tensor table, "
-        "Tensor start, *, int count, str format='') -> Tensor", _paged_meta)  # fmt: skip
+        "Tensor start, *, int count, str format='', int candidates=0) -> Tensor",
+        _paged_meta)  # fmt: skip
 def paged_lightning_indexer(
     query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    start: torch.Tensor, *, count: int, format: str = "",
+    start: torch.Tensor, *, count: int, format: str = "", candidates: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """As `lightning_indexer`, over keys in pages [N, P, D] (`graphc.ops.pages`); the positions are
     those in the sequence, not in the pool.
 
-    format: of keys in records, [N, P, bytes] (`graphc.ops.record_pages`); the queries are narrowed
-    in the same way.
+    Args:
+        format: of keys in records, [N, P, bytes] (`graphc.ops.record_pages`); the queries are
+            narrowed in the same way.
+        candidates: so many are chosen like that, and `count` of them by the queries as they are
+            and both terms of the keys, in pages [N, 2, P, bytes] then.
     """
-    if format:
-        query = narrowed(query, format)
-    key = read_rows(pages, table, query.dtype, format)
-    return _choose(query, weights, key, start, count)
+    if not format:
+        return _choose(query, weights, read_rows(pages, table, query.dtype, ""), start, count)
+    first, second = pages, None
+    if candidates:
+        first, second = pages[:, 0].contiguous(), pages[:, 1].contiguous()
+    key = read_rows(first, table, torch.float32, format)
+    most = candidates or count
+    chosen = _choose(narrowed(query, format), weights, key.to(query.dtype), start, most)
+    if second is None:
+        return chosen
+    key = (key + read_rows(second, table, torch.float32, format)).to(query.dtype)
+    out = chosen.new_full([*chosen.shape[:2], count], -1)
+    for b in range(out.shape[0]):
+        for t in range(out.shape[1]):
+            among = chosen[b, t][chosen[b, t] >= 0]
+            place = torch.tensor([len(among) - 1], dtype=torch.int32)
+            best = _choose(query[b : b + 1, t : t + 1], weights[b : b + 1, t : t + 1],
+                           key[b : b + 1, among.long()], place, count)[0, 0]  # fmt: skip
+            kept = best[best >= 0].long()
+            out[b, t, : len(kept)] = among[kept]
+    return out

@@ -17,23 +17,31 @@ from graphc.ops.records import record_format
 
 def _append_meta(
     pages: torch.Tensor, rows: Sequence[torch.Tensor], table: torch.Tensor, start: torch.Tensor,
-    *, format: str,
+    *, format: str, terms: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     return torch.empty_like(pages)
 
 
-@define("append_records(Tensor pages, Tensor[] rows, Tensor table, Tensor start, *, str format) "
-        "-> Tensor", _append_meta)  # fmt: skip
+@define("append_records(Tensor pages, Tensor[] rows, Tensor table, Tensor start, *, str format, "
+        "int terms=1) -> Tensor", _append_meta)  # fmt: skip
 def append_records(
     pages: torch.Tensor, rows: Sequence[torch.Tensor], table: torch.Tensor, start: torch.Tensor,
-    *, format: str,
+    *, format: str, terms: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     """`graphc::append_pages` into records: rows [B, T, Wi] of any floating type, side by side as
-    wide as the numbers of a record, or of all G of a row."""
+    wide as the numbers of a record, or of all G of a row.
+
+    terms: 2: pages are [N, 2, P, bytes], the second records being of what the first leave of the
+    rows.
+    """
     form = record_format(format)
     kind = torch.promote_types(rows[0].dtype, torch.float32)
     new = torch.cat([part.to(kind) for part in rows], -1)
-    return put_rows(pages, form.encode(new.unflatten(-1, (-1, form.width))), table, start)
+    records = form.encode(new.unflatten(-1, (-1, form.width)))
+    if terms == 2:
+        left = new.unflatten(-1, (1, form.width)) - form.decode(records, kind)
+        records = torch.cat([records, form.encode(left)], 2)
+    return put_rows(pages, records, table, start)
 
 
 def _read_meta(

@@ -60,7 +60,8 @@ def append_records(ctx: LoweringContext, node: Node) -> None:
     (out,) = ctx.outputs(node)
     start_from(ctx, base, out, "append_records")
     new_rows = parts[0].shape[1]
-    immediates = [*record_rows(ctx, out, table, form), new_rows, len(parts)]
+    terms = int(node.argument("terms"))
+    immediates = [*record_rows(ctx, out, table, form), terms, new_rows, len(parts)]
     for part in parts:
         immediates += [MASK_TYPES[part.dtype], part.shape[2], *part.strides]
     width = product([*out.shape[1:-2], form.width])
@@ -74,7 +75,7 @@ def append_records(ctx: LoweringContext, node: Node) -> None:
         writes=[out],
         range=product(table.shape[:1]) * new_rows,
         grain=grain(ctx, 8 * width),
-        scratch=4 * width,
+        scratch=8 * width,
         label="append_records",
     )
 

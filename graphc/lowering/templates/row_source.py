@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 from torch.utils._sympy.functions import FloorDiv
@@ -13,18 +13,23 @@ from graphc.lowering.context import Dim, LoweringContext, Refuse, View
 from graphc.lowering.templates.operand import FAST
 from graphc.lowering.work import smaller
 
+if TYPE_CHECKING:
+    from graphc.ops.records import RecordFormat
+
 #: up to this many queries (known at build time) the rows are cut into chunks, for several threads
 FEW, MOST_CHUNKS = 8, 32
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows of `width` numbers of every sequence, the table of their pages if they have any, and the
-    positions at which the sequences' new tokens begin (None: 0)."""
+    """Rows of `width` numbers (or bytes of records) of every sequence, the table of their pages if
+    they have any, and the positions at which the sequences' new tokens begin (None: 0). `second`:
+    from a record to that of its second term, where pages hold two."""
 
     rows: View
     table: View | None
     start: View | None
+    second: Dim = 0
 
     @property
     def width(self) -> Dim:
@@ -34,7 +39,7 @@ class RowSource:
     def capacity(self) -> Dim:
         """Rows that a sequence has room for."""
         pages = 1 if self.table is None else self.table.shape[1]
-        return pages * self.rows.shape[1]
+        return pages * self.rows.shape[-2]
 
     def pointers(self) -> list[View]:
         """Rows, table, start; what there is none of is not read."""
@@ -42,21 +47,34 @@ class RowSource:
 
     def immediates(self) -> list[Dim]:
         """gc_row_source."""
-        outer, row = self.rows.strides[:2]
+        outer, row = self.rows.strides[0], self.rows.strides[-2]
         if self.table is None:
             return [self.capacity, outer, row, 0, 0]
-        return [self.capacity, outer, row, self.rows.shape[1], self.table.strides[0]]
+        return [self.capacity, outer, row, self.rows.shape[-2], self.table.strides[0]]
 
 
-def row_source(ctx: LoweringContext, rows: Any, table: Any, start: Any) -> RowSource:
-    """The rows behind graph values [B, S, W], None; or pages [N, P, W], table [B, M]."""
+def row_source(
+    ctx: LoweringContext, rows: Any, table: Any, start: Any, *, records: RecordFormat | None = None
+) -> RowSource:
+    """The rows behind graph values [B, S, W], None; or pages [N, P, W], table [B, M].
+
+    records: of pages uint8 [N, P, bytes], or of two terms [N, 2, P, bytes].
+    """
     found = with_adjacent_items(ctx, rows)
-    if found.dtype not in FAST:
+    second: Dim = 0
+    if records is None and found.dtype not in FAST:
         raise Refuse(f"rows of {found.dtype}")
+    if records is not None:
+        if found.dtype != "uint8" or ctx.static(found.shape[-1]) != records.bytes:
+            raise Refuse(f"records {records} in rows of {found.shape[-1]} {found.dtype}")
+        if len(found.shape) == 4:
+            if ctx.static(found.shape[1]) != 2:
+                raise Refuse(f"records of {found.shape[1]} terms")
+            second = found.strides[1]
     places = [None if x is None else ctx.contiguous(x) for x in (table, start)]
     if any(x is not None and x.dtype != "int32" for x in places):
         raise Refuse("tables and starts that are not int32")
-    return RowSource(found, *places)
+    return RowSource(found, places[0], places[1], second)
 
 
 def with_adjacent_items(ctx: LoweringContext, value: Any) -> View:

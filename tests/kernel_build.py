@@ -48,8 +48,8 @@ def isa_flags(isa: str) -> list[str]:
         return ["-march=x86-64"]
     if isa == "avx2":
         return ["-march=x86-64-v3"]
-    extra = [f"-m{name.replace('_', '')}" for name in ("avx512_bf16", "avx512_vnni")
-             if name in cpu_flags()]  # fmt: skip
+    optional = ("avx512_bf16", "avx512_vnni", "avx512vbmi")
+    extra = [f"-m{name.replace('_', '')}" for name in optional if name in cpu_flags()]
     return ["-march=x86-64-v4", *extra]
 
 

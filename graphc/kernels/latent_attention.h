@@ -8,9 +8,9 @@
 // Softmax is vertical. Values: columns are lanes, up to eight heads a tile; over bf16 two rows are
 // interleaved in registers, and the sums stay in that order until the end.
 //
-// Rows of types that are not multiplied as they are, are converted a block at a time.
-//
-// Rows may be in two parts, the second (rope) in a tensor of its own.
+// Rows of types that are not multiplied as they are, and rows in records, are converted a few at a
+// time just before they are scored (latent_rows.h). Rows may be in two parts, the second (rope) in a
+// tensor of its own.
 //
 // ptr = {query, rows, table, start, indices, out, partial, rope}; imm = gc_latent_shape. The first Step runs
 // over batch x queries x chunks x groups of heads. Where there is more than one chunk it leaves records
@@ -22,7 +22,7 @@
 
 #include "attention_pack.h"
 #include "attention_tile.h"
-#include "row_source.h"
+#include "latent_rows.h"
 #include "vec.h"
 
 struct gc_latent_shape {
@@ -33,19 +33,17 @@ struct gc_latent_shape {
   gc_row_source rows;
   int64_t split;  // items of the first part; width: there is no other
   int64_t tail_outer, tail_row;  // as those of `rows`
+  gc_record_format form;         // of rows in records alone
 };
 
 namespace {
 using namespace gc;
 
-constexpr int64_t ROWS = 128;  // rows between rescalings
-constexpr int SCORE_ROWS = 8;
 constexpr int PHASES = GC_VBYTES == 64 ? 2 : 1;     // chains of a score
 constexpr int VALUE_HEADS = GC_VBYTES == 64 ? 8 : 4;
 constexpr int64_t HEAD = 16;   // floats before the sums of a record
 constexpr int64_t CHAIN = 256; // fp32 products in a row that are added up before they join others
 
-GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 GC_INLINE int64_t whole(int64_t n) { return (n + 31) & -32; }
 GC_INLINE double float_of(int64_t bits) { double d; memcpy(&d, &bits, 8); return d; }
 
@@ -209,62 +207,25 @@ template <class A> struct Columns { typedef FloatColumns type; };
 template <> struct Columns<Pairs> { typedef PairColumns type; };
 #endif
 
-// The rows of a unit of work in turn.
-template <class T> struct RowCursor {
-  const RowSource<T>*source, *behind;  // behind: of the second parts, or null
-  const int32_t* indices;  // null: consecutive rows
-  int64_t b, seen;         // rows before `seen` are visible
-  int64_t at, left;        // place in the indices or rows, rows still to come
-
-  bool visible(int64_t i) const { return i >= 0 && i < seen; }
-
-  // Takes the rows [first, first + n) of those that are visible.
-  void start(int64_t first, int64_t n) {
-    left = n;
-    at = first;
-    if (!indices) return;
-    for (at = 0;; at++) {
-      if (left == 0 || (visible(indices[at]) && first-- == 0)) return;
-    }
-  }
-  // Up to ROWS rows.
-  int64_t next(const T** rows, const T** tails) {
-    const int64_t n = min64(left, ROWS);
-    left -= n;
-    if (!indices) {
-      source->find(b, at, n, rows);
-      if (behind) behind->find(b, at, n, tails);
-      at += n;
-      return n;
-    }
-    for (int64_t k = 0; k < n; at++) {
-      if (!visible(indices[at])) continue;
-      if (behind) tails[k] = behind->at(b, indices[at]);
-      rows[k++] = source->at(b, indices[at]);
-    }
-    return n;
-  }
-};
-
-// T: storage; A: arithmetic; P: items of a row that lanes share out.
-template <class T, class A, int P> struct LatentAttention {
+// T: of queries and results; A: arithmetic; P: items of a row that lanes share out; S: what rows are
+// stored as.
+template <class T, class A, int P, class S> struct LatentAttention {
   typedef typename A::item Item;
   typedef typename Columns<A>::type Values;
   static constexpr int64_t LANES = VL / P;
-  static constexpr bool FLOATS = std::is_same<A, Floats>::value, CONVERT = FLOATS && sizeof(T) != 4;
+  static constexpr bool FLOATS = std::is_same<A, Floats>::value;
 
   const gc_args* args;
   const gc_latent_shape* s;
   int64_t steps, ldo;
   float factor;
   Item* q;  // [steps / P][VL]
-  float *scores, *out, *staged;  // [ROWS][LANES], [LANES][ldo], [ROWS][width]
+  float *scores, *out;  // [ROWS][LANES], [LANES][ldo]
   alignas(64) float base[VL], total[VL], change[VL];
-  T* zeros;
-  gc_row_source tail;
-  RowSource<T> source, behind;
+  LatentRows<S, Item> rows;
 
-  LatentAttention(const gc_args* a) : args(a), s((const gc_latent_shape*)a->imm) {
+  explicit LatentAttention(const gc_args* a)
+      : args(a), s((const gc_latent_shape*)a->imm), rows(&s->rows, s->split, s->width, &s->form) {
     steps = (A::steps(s->width) + P - 1) / P;
     ldo = whole(s->latent);
     const float scale = (float)float_of(s->scale);
@@ -274,18 +235,9 @@ template <class T, class A, int P> struct LatentAttention {
     scores = take(ROWS * 16);
     out = take(16 * ldo);
     q = (Item*)take(16 * whole(s->width));
-    zeros = (T*)take(whole(s->width));
-    staged = CONVERT ? take(ROWS * s->width) : nullptr;
-    memset((void*)zeros, 0, (size_t)s->width * sizeof(T));
-    source = {&s->rows, (const T*)a->ptr[1], (const int32_t*)a->ptr[2], zeros};
-    tail = s->rows;
-    tail.outer = s->tail_outer;
-    tail.row = s->tail_row;
-    behind = {&tail, (const T*)a->ptr[7], (const int32_t*)a->ptr[2], zeros};
+    rows.place(a, s->tail_outer, s->tail_row, at);
   }
-  LatentAttention(const LatentAttention&) = delete;  // its sources point into it
-
-  bool parted() const { return s->split != s->width; }
+  LatentAttention(const LatentAttention&) = delete;  // the sources of its rows point into it
 
   // Queries of `heads` heads as lanes; lane h * P + p holds the items i * P + p.
   void load_query(const T* x, int64_t heads) {
@@ -303,28 +255,6 @@ template <class T, class A, int P> struct LatentAttention {
         }
         q[i / P * VL + h * P + i % P] = item;
       }
-  }
-
-  // Rows as they are multiplied, with rows of zeros up to whole tiles.
-  void convert(const T** rows, const T** tails, int64_t n, const Item** items) {
-    const int64_t full = (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS;
-    for (int64_t j = n; j < full; j++) rows[j] = tails[j] = zeros;
-    for (int64_t j = 0; j < full; j++) {
-      if constexpr (CONVERT) {
-        float* row = staged + j * s->width;
-        widen(row, rows[j], s->split);
-        if (parted()) widen(row + s->split, tails[j], s->width - s->split);
-        items[j] = row;
-      } else {
-        items[j] = (const Item*)rows[j];
-      }
-    }
-  }
-
-  static void widen(float* to, const T* from, int64_t n) {
-    int64_t i = 0;
-    for (; i + VL <= n; i += VL) store(to + i, vload(from + i, All{}));
-    for (; i < n; i++) to[i] = to_float(from[i]);
   }
 
   // Weights of n rows, of which those up to whole tiles are scored; updates maximum and total.
@@ -402,16 +332,6 @@ template <class T, class A, int P> struct LatentAttention {
     }
   }
 
-  // The next block's rows into the second level, a few of them at a time.
-  void ask(const T* const* rows, const T* const* tails, int64_t first, int64_t n) const {
-    const int64_t bytes = s->split * (int64_t)sizeof(T);
-    const int64_t more = (s->width - s->split) * (int64_t)sizeof(T);
-    for (int64_t j = first; j < min64(n, first + SCORE_ROWS); j++) {
-      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)rows[j] + i, 0, 2);
-      for (int64_t i = 0; i < more; i += 64) __builtin_prefetch((const char*)tails[j] + i, 0, 2);
-    }
-  }
-
   // Heads [h0, h0 + heads) of query t of sequence b over chunk `chunk` of its rows.
   void run(int64_t b, int64_t t, int64_t h0, int64_t heads, int64_t chunk) {
     load_query((const T*)args->ptr[0] + b * s->q_b + t * s->q_t + h0 * s->q_h, heads);
@@ -427,23 +347,17 @@ template <class T, class A, int P> struct LatentAttention {
     }
     const int64_t piece = ((count + s->chunks - 1) / s->chunks + SCORE_ROWS - 1) & -SCORE_ROWS;
     const int64_t first = min64(count, chunk * piece), last = min64(count, first + piece);
-    RowCursor<T> cursor{&source, parted() ? &behind : nullptr, indices, b, seen, 0, 0};
-    cursor.start(first, last - first);
-    const int64_t split = CONVERT || !parted() ? steps : A::steps(s->split) / P;
-    const T *rows[2][ROWS], *tails[2][ROWS];
-    int64_t n = cursor.next(rows[0], tails[0]);
-    for (int turn = 0; n > 0; turn ^= 1) {
-      const int64_t coming = cursor.next(rows[turn ^ 1], tails[turn ^ 1]);
-      const Item* items[ROWS];
-      convert(rows[turn], tails[turn], n, items);
+    rows.start(b, indices, seen, first, last - first);
+    const int64_t split = A::steps(rows.in_place()) / P;
+    for (int64_t n; (n = rows.next()) > 0;) {
       for (int64_t j = 0; j < n; j += SCORE_ROWS) {
-        score_tile<A, P>(q, items + j, split, (const Item* const*)(tails[turn] + j), steps - split,
-                         scores + j * LANES);
-        ask(rows[turn ^ 1], tails[turn ^ 1], j, coming);
+        rows.stage(j);
+        score_tile<A, P>(q, rows.items + j, rows.parted() ? split : steps, rows.tails + j,
+                         rows.parted() ? steps - split : 0, scores + j * LANES);
+        rows.ask(j);
       }
       softmax(n);
-      mix(items, n, heads);
-      n = coming;
+      mix(rows.items, n, heads);
     }
     finish(b, t, h0, heads, chunk);
   }
@@ -471,9 +385,9 @@ template <class T, class A, int P> struct LatentAttention {
   }
 };
 
-template <class T, class A, int P>
+template <class T, class A, int P, class S>
 static void attend_units(const gc_args* args, int64_t begin, int64_t end) {
-  LatentAttention<T, A, P> unit(args);
+  LatentAttention<T, A, P, S> unit(args);
   const gc_latent_shape* s = unit.s;
   constexpr int64_t LANES = VL / P;
   const int64_t groups = (s->heads + LANES - 1) / LANES;
@@ -512,22 +426,31 @@ static void merge_chunks(const gc_args* args, int64_t begin, int64_t end) {
 }
 
 // Two items of a row share the lanes where the heads take half of them at most.
-template <class T, class A>
+template <class T, class A, class S>
 static void attend(const gc_args* args, int64_t begin, int64_t end) {
 #if GC_VBYTES == 64
   const gc_latent_shape* s = (const gc_latent_shape*)args->imm;
   if (s->heads <= VL / 2 && A::steps(s->width) % 2 == 0)
-    return attend_units<T, A, 2>(args, begin, end);
+    return attend_units<T, A, 2, S>(args, begin, end);
 #endif
-  attend_units<T, A, 1>(args, begin, end);
+  attend_units<T, A, 1, S>(args, begin, end);
 }
 
 }  // namespace
 
+// The kernels of one dtype, over rows of that or in records.
 #define GC_LATENT(TAG, TYPE, ARITHMETIC)                                                         \
   GC_EXPORT void attention_latent_##TAG(const gc_args* args, int64_t begin, int64_t end) {       \
-    attend<TYPE, ARITHMETIC>(args, begin, end);                                                  \
+    attend<TYPE, ARITHMETIC, TYPE>(args, begin, end);                                            \
   }                                                                                              \
   GC_EXPORT void attention_latent_merge_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
     merge_chunks<TYPE>(args, begin, end);                                                        \
+  }
+#define GC_LATENT_RECORDS(TAG, TYPE, ARITHMETIC)                                                  \
+  GC_EXPORT void attention_latent_records_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
+    attend<TYPE, ARITHMETIC, uint8_t>(args, begin, end);                                          \
+  }                                                                                               \
+  GC_EXPORT void attention_latent_records_merge_##TAG(const gc_args* args, int64_t begin,         \
+                                                      int64_t end) {                              \
+    merge_chunks<TYPE>(args, begin, end);                                                         \
   }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphc.ir.types import same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
+from graphc.lowering.templates.records import format_immediates
 from graphc.lowering.templates.row_source import (
     RowSource,
     chunks_of,
@@ -17,11 +18,13 @@ from graphc.lowering.templates.row_source import (
     with_adjacent_items,
 )
 from graphc.lowering.templates.strided import float_bits, unit
+from graphc.ops.records import record_format
 
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
+    from graphc.ops.records import RecordFormat
 
-#: ROWS and HEAD of latent_attention.h; heads of a group are the lanes of a vector
+#: ROWS of latent_rows.h and HEAD of latent_attention.h; heads of a group are the lanes of a vector
 ROWS, HEAD, LANES = 128, 16, {"avx512": 16, "avx2": 8, "portable": 4}
 CHUNK = 512  # rows, about, of those a query may see, that a chunk has
 
@@ -69,37 +72,54 @@ def _positions(ctx: LoweringContext, node: Any) -> tuple[View, View | None]:
 @rule("graphc.latent_attention.default")
 def latent(ctx: LoweringContext, node: Node) -> None:
     """query [B, T, H, W], pages [N, P, W] (, indices [B, T, K]) -> [B, T, H, latent]; with rope
-    [N, P, R] pages are [N, P, W - R].
+    [N, P, R] pages are [N, P, W - R], with a format [N, P, bytes].
 
-    Refuses operands of mixed types, rows of an odd number of bf16, and rows in two parts of which
-    the first is not a multiple of four items.
+    Refuses operands of mixed types, rows of an odd number of bf16, rows in two parts of which the
+    first is not a multiple of four items, and records in two parts.
     """
     query = with_adjacent_items(ctx, node.argument("query"))
+    form = record_format(node.argument("format")) if node.argument("format") else None
     places = (node.argument(name) for name in ("pages", "table", "start"))
-    source = row_source(ctx, *places)
-    kind = one_dtype("latent attention", query, source.rows)
-    width, behind = ctx.static(source.width), 0
+    source = row_source(ctx, *places, records=form)
+    kind = one_dtype("latent attention", query, *([] if form else [source.rows]))
     rope = None
     if node.argument("rope") is not None:
         rope = with_adjacent_items(ctx, node.argument("rope"))
-        one_dtype("latent attention", source.rows, rope)
-        behind = ctx.static(rope.shape[-1]) or 0
-        if width is None or width % 4 or behind % 2:
-            raise Refuse(f"rows of {source.width} items and {rope.shape[-1]} behind them")
-        if not all(map(same, rope.shape[:2], source.rows.shape[:2])):
-            raise Refuse("rows in two parts that lie in other pages")
-    same_width("latent attention", query.shape[-1], source.width + behind)
-    if kind == "bf16" and (width is None or width % 2):
+    width = _record_width(source, form, rope) if form else _plain_width(ctx, source, rope)
+    same_width("latent attention", query.shape[-1], width)
+    known = ctx.static(width)
+    if kind == "bf16" and (known is None or known % 2):
         raise Refuse("rows of an odd number of bf16")
     indices = None
     if node.argument("indices") is not None:
         indices, _ = _positions(ctx, node)
-    _emit_latent(ctx, node, query, source, rope, indices, kind)
+    _emit_latent(ctx, node, query, source, rope, indices, kind, form)
+
+
+def _plain_width(ctx: LoweringContext, source: RowSource, rope: View | None) -> Dim:
+    """Numbers of a row and of what stands behind it."""
+    if rope is None:
+        return source.width
+    one_dtype("latent attention", source.rows, rope)
+    width, behind = ctx.static(source.width), ctx.static(rope.shape[-1]) or 0
+    if width is None or width % 4 or behind % 2:
+        raise Refuse(f"rows of {source.width} items and {rope.shape[-1]} behind them")
+    if not all(map(same, rope.shape[:2], source.rows.shape[:2])):
+        raise Refuse("rows in two parts that lie in other pages")
+    return width + behind
+
+
+def _record_width(source: RowSource, form: RecordFormat, rope: View | None) -> int:
+    if rope is not None:
+        raise Refuse(f"records {form} with more numbers in other pages")
+    if len(source.rows.shape) != 3:
+        raise Refuse(f"latent rows of {source.rows.shape[1]} records each")
+    return form.width
 
 
 def _emit_latent(
     ctx: LoweringContext, node: Any, query: View, source: RowSource, rope: View | None,
-    indices: View | None, kind: str,
+    indices: View | None, kind: str, form: RecordFormat | None,
 ) -> None:  # fmt: skip
     batch, queries, heads, width = query.shape
     columns = int(node.argument("latent"))
@@ -113,29 +133,33 @@ def _emit_latent(
     pointers = [query, *source.pointers(), indices or query, out, partial, rope or query]
     tail = (0, 0) if rope is None else rope.strides[:2]
     walks = (0, 0) if indices is None else indices.strides[:2]
+    first = form.width if form else source.width
     immediates: list[Dim] = [
         queries, heads, width, columns, chunks, chosen, float_bits(node.argument("scale")),
-        *query.strides[:3], *walks, *source.immediates(), source.width, *tail,
+        *query.strides[:3], *walks, *source.immediates(), first, *tail,
+        *(format_immediates(form) if form else []),
     ]  # fmt: skip
-    unit = Unit(f"latent_attention_{kind}", ctx.header(f"latent_attention_{kind}.cpp"))
+    stored = "records_" if form else ""
+    name = f"latent_attention_{stored}{kind}"
+    unit = Unit(name, ctx.header(f"{name}.cpp"))
     pairs = seen_pairs(source.capacity, queries, None if indices is None else chosen)
     ctx.kernel(
         unit,
-        f"attention_latent_{kind}",
+        f"attention_latent_{stored}{kind}",
         pointers=pointers,
         immediates=immediates,
         reads=[*pointers[:5], pointers[7]],
         writes=[out] if partial is out else [out, partial],
         range=batch * queries * chunks * ceildiv(heads, LANES[ctx.isa]),
         grain=1,
-        scratch=4 * (ROWS * (16 + width) + 16 * (record + width + 32) + width + 32),
+        scratch=4 * (ROWS * (16 + width) + 16 * (record + width + 32) + width + 64),
         label=node.name,
         flops=2 * batch * heads * pairs * (width + columns),
     )
     if partial is not out:
         ctx.kernel(
             unit,
-            f"attention_latent_merge_{kind}",
+            f"attention_latent_{stored}merge_{kind}",
             pointers=pointers,
             immediates=immediates,
             reads=[*pointers[:5], pointers[7], partial],

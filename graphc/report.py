@@ -18,12 +18,13 @@ FORMAT = 1
 
 class Match(msgspec.Struct, frozen=True):
     """A place where a rule applied: the rule, the graph node, the user's source line, the bytes
-    of the node's results."""
+    of the node's results, and what else there is to say of it."""
 
     rule: str
     node: str
     where: str = ""
     nbytes: int = 0
+    detail: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -144,6 +144,7 @@ void down(const gc_args* args, gc_gemm_function run, int64_t begin, int64_t end)
 }  // namespace gc
 
 #define GC_DEFINE(TAG, TYPE)                                                                   \
+  extern "C" gc_gemm_function_type gc_gemm_##TAG;                                              \
   GC_EXPORT void gc_experts_gate_##TAG(const gc_args* args, int64_t begin, int64_t end) {      \
     gc::gate<TYPE>(args, gc_gemm_##TAG, begin, end);                                           \
   }                                                                                            \

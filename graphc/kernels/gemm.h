@@ -9,6 +9,7 @@
 //   fp32, fp16  [panels][K][32]
 //   bf16        [panels][ceil(K/2)][32][2]   (odd K: a zero closes the last pair)
 //   coded bf16  gemm_coded.h; a weight without batches
+//   8 or 4 bits quantized_panels.h; likewise
 //
 // Range, scratch bytes and immediates are computed by graphc/lowering/templates/matmul.py.
 #pragma once
@@ -49,10 +50,10 @@ extern "C" void gc_gemm_f16(const gc_gemm* g, const gc_args* args, gc_epilogue e
                             int64_t begin, int64_t end);
 extern "C" void gc_gemm_bf16(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue,
                              int64_t begin, int64_t end);
-extern "C" void gc_gemm_coded(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue,
-                              int64_t begin, int64_t end);
 
-typedef void (*gc_gemm_function)(const gc_gemm*, const gc_args*, gc_epilogue, int64_t, int64_t);
+// What has an encoding of its own is declared where it is called.
+typedef void gc_gemm_function_type(const gc_gemm*, const gc_args*, gc_epilogue, int64_t, int64_t);
+typedef gc_gemm_function_type* gc_gemm_function;
 
 // The usual entry: ptr = {a, b, c?}; imm = the fields of gc_gemm_shape in order.
 static inline void gc_gemm_entry(gc_gemm_function run, const gc_args* args, gc_epilogue epilogue,

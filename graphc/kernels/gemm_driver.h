@@ -59,7 +59,7 @@ struct RowSplit {
 //   element           storage type of a
 //   packed            element of a packed row; packed_length(k) of them hold k values
 //   direct            a single row with unit stride serves as packed row
-//   chunk             most steps of K between partial sums, a multiple of 4
+//   chunk             most steps of K between partial sums, a multiple of chunk_unit
 //   expand_bytes      scratch for panel()
 //   pack(src, row, step, mr, k, dst)           packs mr rows of a
 //   panel(g, offset, p, kc, kl, expand, &ldb)  rows kc..kc+kl of panel p of b
@@ -67,6 +67,9 @@ struct RowSplit {
 //   twins(rows, k)    whether two panels are taken in turn
 //   twin(mr, a, b, next, ldb, k, c, columns, ldc, add)  also a x the panel `next` bytes on, into the
 //                                              c `columns` further
+template <class Format>
+constexpr int64_t chunk_unit = 4;
+
 template <class Format>
 static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue, int64_t begin,
                      int64_t end) {
@@ -78,8 +81,9 @@ static void gemm_run(const gc_gemm* g, const gc_args* args, gc_epilogue epilogue
   char* const expand = (char*)(tile + GEMM_TILE);
   P* const rows = (P*)(expand + Format::expand_bytes);
   const int64_t row_length = Format::packed_length(k);
-  const int64_t chunks = (k + Format::chunk - 1) / Format::chunk;  // of equal length, multiples of 4
-  const int64_t chunk = chunks > 1 ? ((k + chunks - 1) / chunks + 3) / 4 * 4 : k;
+  constexpr int64_t unit = chunk_unit<Format>;
+  const int64_t chunks = (k + Format::chunk - 1) / Format::chunk;  // of equal length, whole units
+  const int64_t chunk = chunks > 1 ? ((k + chunks - 1) / chunks + unit - 1) / unit * unit : k;
   while (begin < end) {
     const int64_t block_index = begin / panels, z = block_index / split.blocks,
                   block = block_index % split.blocks;

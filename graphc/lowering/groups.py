@@ -21,7 +21,7 @@ _LOADS = 28
 
 _PRODUCTS = frozenset(f"aten.{n}" for n in ("linear.default", "addmm.default", "mm.default")) | {
     "graphc.integer_linear.default", "graphc.coded_linear.default", "graphc.experts.default",
-    "graphc.residual_mix.default",
+    "graphc.quantized_linear.default", "graphc.residual_mix.default",
 }  # fmt: skip
 _BATCHED = frozenset(f"aten.{n}" for n in ("bmm.default", "baddbmm.default"))
 

@@ -40,9 +40,9 @@ class Log:
         self.replaced: list[tuple[Value, Value]] = []
         self._made: dict[Match, tuple[Value, ...]] = {}
 
-    def matched(self, rule: str, node: Node, made: Sequence[Value] = ()) -> None:
+    def matched(self, rule: str, node: Node, made: Sequence[Value] = (), detail: str = "") -> None:
         """The rule replaced `node`'s results by `made`."""
-        match = Match(rule, node.name, node.location)
+        match = Match(rule, node.name, node.location, detail=detail)
         self.matches.append(match)
         self._made[match] = tuple(made)
         self.replaced += zip(node.outputs, made, strict=False)
@@ -92,6 +92,10 @@ class Rule(ABC, Generic[F]):
     @abstractmethod
     def rewrite(self, builder: Builder, found: F, node: Node) -> Sequence[Value]:
         """The new values."""
+
+    def detail(self, found: F) -> str:
+        """What is reported with the match."""
+        return ""
 
 
 def packet(node: Node) -> str:
@@ -150,7 +154,7 @@ def _attempt(
             continue  # what was built is dead
         for old, new in zip(node.outputs, made, strict=True):
             builder.replace(old, new)
-        log.matched(rule.name, node, made)
+        log.matched(rule.name, node, made, rule.detail(found))
         return made
     if reason:
         log.refused(rule.name, node, reason)

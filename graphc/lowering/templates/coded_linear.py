@@ -6,9 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from graphc.lowering.context import LoweringContext, Refuse, rule
+from graphc.lowering.context import LoweringContext, Refuse, Unit, rule
 from graphc.lowering.templates.linear import rows_product
+from graphc.lowering.templates.operand import PANEL, Library
 from graphc.lowering.templates.product import emit_product
+
+#: Coded::expand_bytes in gemm_coded.cpp
+_CHUNK = 2048 * PANEL * 2
 
 
 @rule("graphc.coded_linear.default")
@@ -20,4 +24,6 @@ def coded_linear(ctx: LoweringContext, node: Any) -> None:
         raise Refuse("the weight is not constant")
     if product.dtype != "bfloat16":
         raise Refuse(f"a coded weight with {product.dtype}")
-    emit_product(ctx, node, replace(product, coded=coded))
+    unit = Unit("gemm_coded", ctx.header("gemm_coded.cpp"))
+    library = Library("coded", unit, "coded_pairs32", _CHUNK)
+    emit_product(ctx, node, replace(product, coded=coded, library=library))

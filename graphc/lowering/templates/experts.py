@@ -13,12 +13,15 @@ from graphc.lowering.templates.operand import (
     BLOCK_ROWS,
     FAST,
     STORAGE,
+    Library,
     entry_unit,
     gemm_scratch,
     grain_for,
 )
 from graphc.lowering.templates.pack import PANEL, pack_weight
+from graphc.lowering.templates.quantized_linear import quantized_library
 from graphc.lowering.templates.strided import SIZES, floordiv
+from graphc.ops.experts import interleaved
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +41,10 @@ def experts(ctx: LoweringContext, node: Node) -> None:
     gate_up, down = (ctx.weight(node.argument(name)) for name in ("gate_up", "down"))
     if gate_up is None or down is None:
         raise Refuse("the weights of the experts are not constants")
-    kinds = {x.dtype, *(ctx.view(node.argument(n)).dtype for n in ("gate_up", "down"))}
+    form = str(node.argument("form"))
+    kinds = {x.dtype}
+    if not form:
+        kinds |= {node.argument(name).type.dtype for name in ("gate_up", "down")}
     if len(kinds) != 1 or x.dtype not in FAST:
         raise Refuse(f"experts of {' and '.join(sorted(kinds))}")
     if node.argument("activation") not in _GATES:
@@ -49,8 +55,10 @@ def experts(ctx: LoweringContext, node: Node) -> None:
     if ctx.static(x.strides[1]) != 1:
         x = ctx.contiguous(node.argument("x"))
     order = _Order(ctx, node, index, len(gate_up))
-    hidden = _gate(ctx, node, x, gate_up, order)
-    parts = _down(ctx, node, hidden, down, order)
+    library = quantized_library(ctx, x.dtype, form) if form else None
+    inner = int(node.argument("hidden")) if form else gate_up.shape[1] // 2
+    hidden = _gate(ctx, node, x, gate_up, order, inner, library)
+    parts = _down(ctx, node, hidden, down, order, x.shape[1], library)
     _sum(ctx, node, parts, index, weight, len(gate_up))
 
 
@@ -77,10 +85,14 @@ class _Order:
         )
 
 
-def _gate(ctx: LoweringContext, node: Node, x: View, gate_up: torch.Tensor, order: _Order) -> View:
+def _gate(
+    ctx: LoweringContext, node: Node, x: View, gate_up: torch.Tensor, order: _Order, width: int,
+    library: Library | None,
+) -> View:  # fmt: skip
     """hidden [pairs, I] of x in the order's rows."""
-    width, depth = gate_up.shape[1] // 2, gate_up.shape[2]
-    weights, size = _packed(ctx, f"{node.name}.gate_up", gate_up, interleaved=True)
+    depth = ctx.static(x.shape[1])
+    assert depth is not None
+    weights, size = _packed(ctx, f"{node.name}.gate_up", gate_up, x, library, pairs=True)
     hidden = ctx.workspace([order.pairs, width], x.dtype)
     caps = [_bits(node.argument(name)) for name in ("gate_cap", "up_cap", "limit")]
     panels = ceildiv(width, PANEL // 2)
@@ -89,31 +101,37 @@ def _gate(ctx: LoweringContext, node: Node, x: View, gate_up: torch.Tensor, orde
         ctx, node, "gate", order,
         pointers=[x, weights, order.order, order.blocks, hidden],
         immediates=[depth, width, x.strides[0], order.slots, size, *caps],
-        panels=panels, depth=depth, scratch=rows, kind=FAST[x.dtype],
+        panels=panels, depth=depth, scratch=rows, library=library,
     )  # fmt: skip
     return hidden
 
 
 def _down(
-    ctx: LoweringContext, node: Node, hidden: View, down: torch.Tensor, order: _Order
-) -> View:
+    ctx: LoweringContext, node: Node, hidden: View, down: torch.Tensor, order: _Order, width: Dim,
+    library: Library | None,
+) -> View:  # fmt: skip
     """parts [pairs, D] of hidden, back in the order of tokens and slots."""
-    width, depth = down.shape[1], down.shape[2]
-    weights, size = _packed(ctx, f"{node.name}.down", down, interleaved=False)
+    depth = ctx.static(hidden.shape[1])
+    assert depth is not None
+    weights, size = _packed(ctx, f"{node.name}.down", down, hidden, library)
     parts = ctx.workspace([order.pairs, width], hidden.dtype)
     _product(
         ctx, node, "down", order,
         pointers=[hidden, weights, order.order, order.blocks, parts],
         immediates=[depth, width, size],
-        panels=ceildiv(width, PANEL), depth=depth, scratch=0, kind=FAST[hidden.dtype],
+        panels=ceildiv(width, PANEL), depth=depth, scratch=0, library=library,
     )  # fmt: skip
     return parts
 
 
 def _product(
     ctx: LoweringContext, node: Node, what: str, order: _Order, *, pointers: list[View],
-    immediates: list[Dim], panels: Dim, depth: int, scratch: int, kind: str,
+    immediates: list[Dim], panels: Dim, depth: int, scratch: int, library: Library | None,
 ) -> None:  # fmt: skip
+    kind = FAST[pointers[0].dtype]
+    unit, chunk = Unit(f"gemm_{kind}", ctx.header(f"gemm_{kind}.cpp")), 0
+    if library is not None:
+        kind, unit, chunk = library.kind, library.unit, library.chunk
     storage = STORAGE[pointers[0].dtype]
     activation = _GATES[node.argument("activation")]
     defines = f"#define GC_EXPERTS {kind}, {storage}\n#define GC_GATE(g) {activation}\n"
@@ -129,10 +147,10 @@ def _product(
         range=units,
         # a thread packs the rows of a block for each piece of work
         grain=max(1, min(4, count // 4)),
-        scratch=scratch + gemm_scratch(depth),
+        scratch=scratch + gemm_scratch(depth) + chunk,
         label=f"{node.name}.{what}",
         flops=2 * order.pairs * panels * PANEL * depth,
-        units=[Unit(f"gemm_{kind}", ctx.header(f"gemm_{kind}.cpp"))],
+        units=[unit],
     )
 
 
@@ -172,29 +190,25 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
 
 
 def _packed(
-    ctx: LoweringContext, name: str, weight: torch.Tensor, *, interleaved: bool
-) -> tuple[View, int]:
-    """Panels of every expert, and the elements of one; [N, K] each, or gate and up [2 N, K]."""
+    ctx: LoweringContext, name: str, weight: torch.Tensor, rows: View, library: Library | None, *,
+    pairs: bool = False,
+) -> tuple[View, int]:  # fmt: skip
+    """Panels of every expert, and how far apart they are in items of the rows' dtype; [N, K] each
+    (`pairs`: of gate and up), or as they are stored."""
+    if library is not None:
+        view = ctx.constant(f"{name}.weight", weight, layout=library.layout)
+        return view, weight.shape[1] // SIZES[rows.dtype]
     import torch
 
     made: torch.Tensor | None = None
     layout = ""
     for e, matrix in enumerate(weight):
-        panels, layout = pack_weight(_interleaved(matrix) if interleaved else matrix)
+        panels, layout = pack_weight(interleaved(matrix) if pairs else matrix)
         if made is None:
             made = torch.empty((len(weight), *panels.shape), dtype=panels.dtype)
         made[e] = panels
     assert made is not None
     return ctx.constant(f"{name}.weight", made, layout=layout), made[0].numel()
-
-
-def _interleaved(gate_up: torch.Tensor) -> torch.Tensor:
-    """[2 I, K] with half a panel of the gate's rows and the same of up's in turns, zero-padded."""
-    import torch
-
-    half, depth = PANEL // 2, gate_up.shape[1]
-    parts = [torch.nn.functional.pad(p, (0, 0, 0, -len(p) % half)) for p in gate_up.chunk(2)]
-    return torch.stack([p.view(-1, half, depth) for p in parts], 1).view(-1, depth)
 
 
 def _smaller(a: Dim, b: int) -> Dim:

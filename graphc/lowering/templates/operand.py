@@ -41,10 +41,22 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Library:
+    """Products with weights in an encoding of its own: `gc_gemm_<kind>` in `unit`, the layout's
+    name, and the bytes of scratch for a chunk of a panel that is spelled out."""
+
+    kind: str
+    unit: Unit
+    layout: str
+    chunk: int
+
+
+@dataclass(frozen=True)
 class Product:
     """out[z] = alpha * a[z] [m, k] x b[z] [k, n] + beta * c[z] [m, n], batches of shape `size`.
 
-    `weight` is a constant b as [n, k] tensor; `coded` is one as graphc.ops.coded_linear spells it.
+    `weight` is a constant b as [n, k] tensor; `coded` is one in an encoding of its own, which the
+    kernels of `library` read.
     `operands` are the graph values of a and b, which
     integer products ask for their range. `result` is (Z, M) as the operator's epilogue
     counts them, whatever was merged here (None: the operator takes no epilogue).
@@ -60,6 +72,7 @@ class Product:
     size: tuple[Dim, ...] = ()
     weight: Any = None
     coded: Any = None
+    library: Library | None = None
     operands: tuple[Any, Any] | None = None
     result: tuple[Dim, Dim] | None = None
     alpha: float = 1.0

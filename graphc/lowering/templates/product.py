@@ -31,9 +31,6 @@ from graphc.lowering.templates.operand import (
 from graphc.lowering.templates.pack import pack_weight
 from graphc.lowering.tuning import Choice
 
-#: bytes of scratch for a chunk of a coded panel: Coded::expand_bytes in gemm_coded.cpp
-CODED_CHUNK = 2048 * PANEL * 2
-
 
 def emit_product(ctx: LoweringContext, node: Any, product: Product) -> None:
     """Emits the Steps of one product, its fused epilogue included.
@@ -48,8 +45,10 @@ def emit_product(ctx: LoweringContext, node: Any, product: Product) -> None:
         return
     if product.dtype not in FAST:
         raise Refuse(f"no matrix product kernel for {product.dtype}")
-    kind = "coded" if product.coded is not None else FAST[product.dtype]
+    own, kind = product.library, FAST[product.dtype]
     library = Unit(f"gemm_{kind}", ctx.header(f"gemm_{kind}.cpp"))
+    if own is not None:
+        kind, library = own.kind, own.unit
     if len(product.size) > BATCH_DIMS:
         raise Refuse(f"{len(product.size)} batch dimensions that cannot be merged")
     panels = ceildiv(product.n, PANEL)
@@ -79,6 +78,7 @@ def emit_product(ctx: LoweringContext, node: Any, product: Product) -> None:
         epilogue = ctx.epilogue(node, (*product.result, product.n), *where)
     text = f"""#include "gemm.h"
 {epilogue.source}
+extern "C" gc_gemm_function_type gc_gemm_{kind};
 GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
   gc_gemm_entry(gc_gemm_{kind}, args, {epilogue.name}, {str(product.c is not None).lower()},
                 {float_literal(product.alpha)}, {float_literal(product.beta)}, begin, end,
@@ -97,7 +97,7 @@ GC_EXPORT void SYMBOL(const gc_args* args, int64_t begin, int64_t end) {{
         writes=epilogue.writes,
         range=z * ceildiv(product.m, BLOCK_ROWS) * panels,
         grain=max(grain_for(ctx, block * PANEL * product.k, 8), shared_panels(ctx, product)),
-        scratch=gemm_scratch(product.k, block) + (CODED_CHUNK if kind == "coded" else 0),
+        scratch=gemm_scratch(product.k, block) + (0 if own is None else own.chunk),
         label=node.name,
         flops=2 * z * product.m * product.n * product.k,
         units=[library],
@@ -117,7 +117,12 @@ def right_operand(
 ) -> tuple[View, Dim, tuple[Dim, ...]]:
     """The right operand as the kernel reads it: view, row length (0: panels), batch strides."""
     if product.coded is not None:
-        return ctx.constant(f"{node.name}.weight", product.coded, layout="coded_pairs32"), 0, ()
+        assert product.library is not None
+        return (
+            ctx.constant(f"{node.name}.weight", product.coded, layout=product.library.layout),
+            0,
+            (),
+        )
     if product.weight is not None:
         data, layout = pack_weight(product.weight)
         return ctx.constant(f"{node.name}.weight", data, layout=layout), 0, ()

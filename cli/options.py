@@ -56,6 +56,12 @@ _BUILD_OPTIONS = [
         metavar="NAME{K=V}",
         help="Options of a pass. Repeatable.",
     ),
+    click.option(
+        "--quant",
+        multiple=True,
+        metavar="ROLE=FORM",
+        help="Narrow index=mxfp8, kv=fp8, weights=int8, ...: docs/quantization.md. Repeatable.",
+    ),
     click.option("--require-cached", is_flag=True, help="Exit 9 instead of compiling anything."),
     click.option("--jobs", type=click.IntRange(1), help="Compiles at the same time [all cores]."),
     click.option(
@@ -101,6 +107,7 @@ class BuildOptions:
     shapes: Path | None = None
     disable_pass: tuple[str, ...] = ()
     pass_options: tuple[str, ...] = ()
+    quant: tuple[str, ...] = ()
     require_cached: bool = False
     jobs: int | None = None
     isa: str | None = None
@@ -130,6 +137,7 @@ class BuildOptions:
                 jobs=self.jobs,
                 isa=None if self.isa == "native" else self.isa,
                 tune=self.tune,
+                quant=self.quant,
                 progress=show,
             )
 
@@ -167,6 +175,7 @@ class BuildOptions:
                 buckets=self.buckets,
                 disable_pass=self.disable_pass,
                 pass_options=self.pass_options,
+                quant=self.quant,
                 verify=verify,
                 dump_passes=dump_passes,
                 require_cached=self.require_cached,

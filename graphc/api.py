@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphc.garbage import rarely_collected
+from graphc.quantization import quantization
 from graphc.report import BisectRecord, BuildReport, PassRecord, StageRecord
 from graphc.toolchain.isa import Isa
 
@@ -38,6 +39,7 @@ class Options:
     checked numerically. dump_passes: folder for the graph after each pass. isa: a lower
     instruction set level than this machine's. jobs: compiler processes at a time. tune: choices
     that kernels leave open are measured on this machine, or taken from the cache if they were.
+    quant: what is narrowed, words of `graphc.quantization`.
     """
 
     shapes: Path | None = None
@@ -53,6 +55,7 @@ class Options:
     progress: Progress | None = None
     stages: Sequence[StageRecord] = field(default_factory=tuple)
     tune: bool = False
+    quant: Sequence[str] = ()
 
 
 def memory_planner(steps: Sequence[Step], sizes: Mapping[int, int]) -> PlannedMemory:
@@ -121,15 +124,19 @@ def build_captured(
         level = level.lowered(options.isa)
     phase = options.phase or table.default_phase_of(model)
     graphs = len(sides) or 1 + len(variants)
+    asked = quantization(options.quant)
     passes = pipeline(
-        options.disable_pass, [*machine_options(level, graphs), *options.pass_options]
+        options.disable_pass,
+        [*machine_options(level, graphs), *asked.pass_options(), *options.pass_options],
     )
 
     def transform(graph: Graph, phase: str) -> tuple[Graph, list[PassRecord]]:
-        return run_passes(
+        made, found = run_passes(
             graph, passes, verify=options.verify, dump=options.dump_passes, phase=phase,
             progress=options.progress,
         )  # fmt: skip
+        asked.check(found)
+        return made, found
 
     def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:
         return table.buckets_for(model, options.phase, ranges, only=list(options.buckets))
@@ -209,6 +216,7 @@ def build(
     isa: str | None = None,
     progress: Progress | None = None,
     tune: bool = False,
+    quant: Sequence[str] = (),
 ) -> BuildReport:
     """Builds a model into the plan folder `output`; gives the report that `inspect` shows.
 
@@ -223,7 +231,7 @@ def build(
         GraphcError: one of graphc.errors, with what, where and what to do.
     """
     # cheap checks of the user's words come before the model is loaded
-    pipeline(disable_pass, pass_options)
+    pipeline(disable_pass, [*quantization(quant).pass_options(), *pass_options])
     start = time.perf_counter()
     if progress is not None:
         progress("capture", 0, 0)
@@ -231,7 +239,7 @@ def build(
     stages = (StageRecord("capture", time.perf_counter() - start),)
     options = Options(
         shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
-        dump_passes, require_cached, jobs, isa, progress, stages, tune,
+        dump_passes, require_cached, jobs, isa, progress, stages, tune, tuple(quant),
     )  # fmt: skip
     return build_captured(
         captured, Path(output), options, model=name, source=kind, variants=variants

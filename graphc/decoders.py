@@ -31,6 +31,7 @@ from graphc.ir.graph import Graph
 from graphc.ir.specialise import specialise
 from graphc.lowering.classify import native_operators
 from graphc.plan import DecoderPlan
+from graphc.quantization import quantization
 from graphc.report import BuildReport, PassRecord, StageRecord
 from graphc.rewrite import run_passes
 from graphc.shapes import Bucket, Shapes
@@ -102,15 +103,18 @@ def build(
     Raises GraphcError: one of graphc.errors, with what, where and what to do.
     """
     options = options or Options()
-    # several graphs read the weights, some of them for many rows
-    passes = pipeline(options.disable_pass, [NO_CODES, *options.pass_options])
+    asked = quantization(options.quant)
+    pipeline(options.disable_pass, options.pass_options)  # wrong words come out before any work
     table = Shapes.load(options.shapes)
     records: list[PassRecord] = []
 
     def prepare(graph: Graph) -> Graph:
+        index = [spec.buffer for spec in decoder.specs if spec.index]
+        # several graphs read the weights, some of them for many rows
+        wanted = [NO_CODES, *asked.pass_options(index), *options.pass_options]
         made, found = run_passes(
-            graph, passes, verify=options.verify, dump=options.dump_passes, phase="all",
-            progress=options.progress,
+            graph, pipeline(options.disable_pass, wanted), verify=options.verify,
+            dump=options.dump_passes, phase="all", progress=options.progress,
         )  # fmt: skip
         records.extend(found)
         return made
@@ -126,12 +130,14 @@ def build(
         limits = Limits(min(chunk or CHUNK, context), most, context, room, drafts or 0)
         _check(limits)
         phases = capture_decoder(decoder, limits, keep=native_operators(), prepare=prepare)
+        asked.check(records)
         text, files = _text(model, decoder)
         stop, begin = list(decoder.stop), list(decoder.begin)
     stages = (*options.stages, StageRecord("capture", time.perf_counter() - clock))
+    rest = replace(options, stages=stages, quant=())  # what was asked for is done
     name = model if isinstance(model, str) else type(model).__name__
     return build_captured(
-        phases.captured, Path(output), replace(options, stages=stages), model=Path(name).name,
+        phases.captured, Path(output), rest, model=Path(name).name,
         source="decoder", sides=phase_sides(phases, table, options.buckets),
         decoder=structs.replace(phases.decoder, stop=stop, begin=begin, text=text),
         files=files,
@@ -183,19 +189,18 @@ def capture_decoder(
     captured = captures[0]
     pages = 1 + columns * limits.sequences
     slots = limits.sequences
-    kinds = {spec.buffer: spec for spec in decoder.specs}
-    sizes: dict[str, tuple[int, ...]] = {}
-    rows: list[int] = []
-    fixed: list[int] = []
-    for position, value in enumerate(captured.graph.states):
-        spec = kinds[value.name]
-        (rows if spec.kind == "rows" else fixed).append(position)
-        sizes[value.name] = spec.content(pages=pages, page=page, slots=slots)
+    kinds = {spec.buffer: spec.kind for spec in decoder.specs}
+    rows = [i for i, s in enumerate(captured.graph.states) if kinds[s.name] == "rows"]
+    fixed = [i for i in range(len(captured.graph.states)) if i not in rows]
     graphs: list[tuple[str, Graph]] = []
     origins: list[Graph] = []
     room: list[tuple[int, int]] = []
     for origin in (made.graph for made in captures):
         graph = prepare(origin)
+        sizes = {
+            state.name: (pages if kinds[state.name] == "rows" else slots, *content.shape[1:])
+            for state, content in graph.states.items()
+        }
         for stretch in _stretches(graph, page):
             for phase, ranges in _phases(limits).items():
                 single = {name: low for name, (low, high) in ranges.items() if low == high}

@@ -23,6 +23,8 @@ from passes.fusion.split_attention import SplitAttention
 from passes.precision.wide_residuals import WideResiduals
 from passes.quantization.integer_conv import IntegerConv
 from passes.quantization.integer_linear import IntegerLinear
+from passes.quantization.quantize_index import QuantizeIndex
+from passes.quantization.quantize_kv import QuantizeKv
 from passes.simplify.arithmetic import Arithmetic
 from passes.simplify.assembled import Assembled
 from passes.simplify.common_subexpressions import CommonSubexpressions
@@ -70,6 +72,8 @@ PIPELINE: tuple[Pass, ...] = (
     WideResiduals(),  # after all that looks for sums and norms in the model's own format
     ViewSimplification(),  # what the rewrites above left between views
     CommonSubexpressions(),
+    QuantizeIndex(),  # only where asked for; after all that fuses what reads the rows
+    QuantizeKv(),
     CodedLinear(),  # last of all that looks for linears
     DeadCode(),  # last: nothing unread reaches lowering
 )

@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.garbage": set(),
     "graphc.plan": GROUND,
     "graphc.plan_io": GROUND | {"graphc.plan"},
+    "graphc.quantization": GROUND | {"graphc.report"},
     "graphc.report": GROUND,
     "graphc.shapes": GROUND | {"graphc.shapes_reader"},
     "graphc.shapes_reader": GROUND,

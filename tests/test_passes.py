@@ -1,13 +1,14 @@
 """Golden cases of the passes: a graph before and after, refusals included, each also executed.
 
-A case is a text file in tests/cases: `pass:` and the names, `says:` and a sentence, then the
-sections `before`, `after` and `refused`. `pytest tests/test_passes.py --bless` accepts what comes
-out now.
+A case is a text file in tests/cases: `pass:` and the names (with options), `says:` and a sentence,
+then the sections `before`, `after` and `refused`. `pytest tests/test_passes.py --bless` accepts
+what comes out now.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -39,7 +40,7 @@ class Case:
         head, *sections = path.read_text().split("--- ")
         fields = dict(line.split(": ", 1) for line in head.splitlines() if line)
         named = {name: text for name, _, text in (s.partition("\n") for s in sections)}
-        names = [n.strip() for n in fields["pass"].split(",")]
+        names = [n.strip() for n in re.split(r",(?![^{]*})", fields["pass"])]
         parts = [named.get(n, "") for n in ("before", "after", "refused")]
         return Case(names, fields["says"], *parts)
 
@@ -69,7 +70,12 @@ def filled(text: str) -> Graph:
 
 
 def by_name(names: list[str]) -> list[Pass]:
-    return [next(p for p in PIPELINE if p.name == name) for name in names]
+    configured = configure(PIPELINE, options=[name for name in names if "{" in name])
+    return [next(p for p in configured if p.name == _plain(name)) for name in names]
+
+
+def _plain(name: str) -> str:
+    return name.partition("{")[0]
 
 
 def refusals(records: list[PassRecord], graph: Graph) -> str:
@@ -99,7 +105,7 @@ def test_case(path: Path, request: pytest.FixtureRequest) -> None:
 
 
 def test_every_rule_pass_has_a_case() -> None:
-    shown = {name for path in CASES for name in Case.read(path).passes}
+    shown = {_plain(name) for path in CASES for name in Case.read(path).passes}
     assert {p.name for p in PIPELINE} <= shown
 
 

@@ -26,7 +26,6 @@ from passes.fusion.paged_rows import (
     heads_of_rows,
     laid_out,
     read_rows,
-    row_width,
 )
 
 aten = torch.ops.aten
@@ -106,11 +105,12 @@ class _Absorbed(Rule[_Found]):
         places = (node.argument("start"), node.argument("indices") if sparse else None)
         if isinstance(found.rows, Rows):
             source: tuple[Any, ...] = (found.rows.pages, found.rows.table, *places)
+            keywords = found.rows.keywords
         else:
-            source = found.rows.places(builder, *places)
+            source, keywords = found.rows.places(builder, *places), {}
         seen = builder.call1(
             torch.ops.graphc.latent_attention.default, asked, *source, latent=latent,
-            scale=node.argument("scale"),
+            scale=node.argument("scale"), **keywords,
         )  # fmt: skip
         return [_by_head(builder, seen, up)]
 
@@ -197,7 +197,7 @@ def _is_expansion(source: Value, linear: Value, width: int) -> bool:
 
 def _other_row(rope: Value | None, rows: Rows, width: int) -> str | None:
     """Why the shared part of the keys is not the rest of the rows."""
-    if not same(row_width(rows.pages), rows.width + width):
+    if not same(rows.whole, rows.width + width):
         return "rows hold more than latent and rope"
     if rope is None:
         return None

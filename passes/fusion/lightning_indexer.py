@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import torch
 
 from graphc.ir.graph import Builder, Graph, Node, Value
-from graphc.ir.types import Symbol, as_dim, largest, same
+from graphc.ir.types import Dim, Symbol, as_dim, largest, same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import is_cast, operand, packet_of, widened
 from passes.fusion.forms import product
 
+_INDEXERS = ("graphc.lightning_indexer", "graphc.paged_lightning_indexer")
 _VIEWS = ("aten.squeeze", "aten.unsqueeze", "aten.view", "aten.select")
 
 
@@ -125,16 +126,25 @@ class _AllRows(Rule[Node]):
 
     def pattern(self, node: Node, facts: Facts) -> Iterator[Node | Refused]:
         indices = node.argument("indices")
-        if packet_of(indices) != "graphc.lightning_indexer":
+        if packet_of(indices) not in _INDEXERS:
             return
         indexer: Node = indices.producer
         count = indexer.argument("count")
-        rows = largest(indexer.args[2].type.shape[1], self.symbols)
+        rows = largest(_rows(indexer), self.symbols)
         if indexer.argument("start") is node.argument("start") and rows <= count:
             yield indexer
 
     def rewrite(self, builder: Builder, found: Node, node: Node) -> Sequence[Value]:
         return builder.call(node.op, *node.args[:4], None, **node.kwargs)
+
+
+def _rows(indexer: Node) -> Dim:
+    """Keys that there is room for."""
+    if packet_of(indexer.outputs[0]) == "graphc.lightning_indexer":
+        length: Dim = indexer.args[2].type.shape[1]
+        return length
+    pages, table = indexer.argument("pages"), indexer.argument("table")
+    return as_dim(table.type.shape[1] * pages.type.shape[-2])
 
 
 class _Indexer(Rule[_Found]):

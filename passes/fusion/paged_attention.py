@@ -13,7 +13,7 @@ from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import same
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import widened
-from passes.fusion.paged_rows import Rows, base_of, heads_of_rows, read_rows, row_width
+from passes.fusion.paged_rows import Rows, base_of, heads_of_rows, read_rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Attention(Rule[Rows]):
             yield Refused("keys or values are computed from the rows")
             return
         heads, width = key.type.shape[1], value.type.shape[3]
-        whole = row_width(keys.pages)
+        whole = keys.whole
         if keys.pages is not values.pages or keys.table is not values.table:
             yield Refused("keys and values are in different pages")
         elif not heads_of_rows(key, keys, heads, query.type.shape[3]) or not heads_of_rows(
@@ -57,7 +57,7 @@ class _Attention(Rule[Rows]):
         query, key, value, start = node.args[:4]
         return builder.call(
             torch.ops.graphc.paged_attention.default, query, found.pages, found.table, start,
-            heads=key.type.shape[1], width=value.type.shape[3], **node.kwargs,
+            heads=key.type.shape[1], width=value.type.shape[3], **node.kwargs, **found.keywords,
         )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ class _Indexer(Rule[Rows]):
         rows = read_rows(base_of(widened(key)))
         if rows is None or node.argument("start") is None:
             return
-        if rows.offset != 0 or not same(row_width(rows.pages), rows.width):
+        if rows.offset != 0 or not same(rows.whole, rows.width):
             yield Refused("keys are a part of the rows")
         elif not heads_of_rows(widened(key), rows, 1, rows.width) and widened(key) is not rows.base:
             yield Refused("keys are not the rows themselves")
@@ -81,5 +81,5 @@ class _Indexer(Rule[Rows]):
         query, weights, _, start = node.args[:4]
         return builder.call(
             torch.ops.graphc.paged_lightning_indexer.default, widened(query), weights, found.pages,
-            found.table, start, **node.kwargs,
+            found.table, start, **node.kwargs, **found.keywords,
         )  # fmt: skip

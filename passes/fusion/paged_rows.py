@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphc.ir.graph import Value
+from graphc.ir.graph import Node, Value
 from graphc.ir.types import Dim, as_dim, same
+from graphc.ops.records import record_format
 from graphc.rewrite.facts import operand, packet_of
 
 #: views that begin where their operand begins and hold all of it
@@ -24,19 +25,27 @@ _WHOLE = frozenset(
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns [offset, offset + width) of the rows of pages: the result of read_pages."""
+    """Columns [offset, offset + width) of the rows of pages: the result of read_pages, or of
+    read_records of a format."""
 
     base: Value
     pages: Value
     table: Value
     offset: int
     width: int
+    format: str = ""
 
+    @property
+    def whole(self) -> Dim:
+        """Numbers in a row of pages [N, P, W], or [N, G, P, D] whose parts lie apart."""
+        shape = self.pages.type.shape
+        part = record_format(self.format).width if self.format else shape[-1]
+        return part if len(shape) == 3 else as_dim(shape[1] * part)
 
-def row_width(pages: Value) -> Dim:
-    """Numbers in a row of pages [N, P, W], or [N, G, P, D] whose parts lie apart."""
-    shape = pages.type.shape
-    return shape[2] if len(shape) == 3 else as_dim(shape[1] * shape[3])
+    @property
+    def keywords(self) -> dict[str, str]:
+        """What operators that read the pages are told besides."""
+        return {"format": self.format} if self.format else {}
 
 
 def base_of(value: Any) -> Any:
@@ -47,11 +56,12 @@ def base_of(value: Any) -> Any:
 
 
 def read_rows(value: Any) -> Rows | None:
-    """The read_pages that made the value itself."""
-    if packet_of(value) != "graphc.read_pages":
+    """The read_pages or read_records that made the value itself."""
+    if packet_of(value) not in ("graphc.read_pages", "graphc.read_records"):
         return None
-    pages, table, offset, width = value.producer.args
-    return Rows(value, pages, table, int(offset), int(width))
+    node: Node = value.producer
+    pages, table, offset, width = node.args
+    return Rows(value, pages, table, int(offset), int(width), node.kwargs.get("format", ""))
 
 
 def laid_out(value: Value, sizes: Sequence[Dim], strides: Sequence[Dim]) -> bool:

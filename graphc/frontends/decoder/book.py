@@ -22,13 +22,14 @@ from graphc.errors import InternalError, UnsupportedError
 class StateSpec:
     """kind "rows": rows of `shape`, which lie apart by part in a page where the shape has two
     dimensions (parts, width), one for each `tokens` tokens; "slots": one entry of `shape` for each
-    sequence."""
+    sequence. `index`: the rows are keys that only rank."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     tokens: int = 1
+    index: bool = False
 
     def content(self, *, pages: int, page: int, slots: int) -> tuple[int, ...]:
         """The shape of the whole state."""
@@ -76,15 +77,18 @@ class Book:
         """Rows that the tables have room for."""
         return self.table.shape[1] * self.page
 
-    def append(self, name: str, parts: Sequence[torch.Tensor], apart: int = 0) -> torch.Tensor:
+    def append(
+        self, name: str, parts: Sequence[torch.Tensor], apart: int = 0, *, index: bool = False
+    ) -> torch.Tensor:
         """The pages with new rows [B, T, Wi], side by side, behind those of each sequence.
 
-        apart: so many equal parts of a row (heads) lie apart in a page.
+        apart: so many equal parts of a row (heads) lie apart in a page. index: they are keys of
+        an indexer.
         """
         given = [part for part in parts if part.shape[-1]]
         width = sum(int(part.shape[-1]) for part in given)
         shape = (apart, width // apart) if apart else (width,)
-        before = self._before(StateSpec(name, "rows", shape, given[0].dtype))
+        before = self._before(StateSpec(name, "rows", shape, given[0].dtype, index=index))
         made: torch.Tensor = torch.ops.graphc.append_pages(before, given, self.table, self.start)
         self.after[name] = made
         return made
@@ -103,7 +107,7 @@ class Book:
                 f"an indexer over pools of {pool} tokens: a page has {self.page}"
             )
         ring, pooled = f"{name}.ring", f"{name}.pooled"
-        pages = self._before(StateSpec(pooled, "rows", (width,), key.dtype, pool))
+        pages = self._before(StateSpec(pooled, "rows", (width,), key.dtype, pool, True))
         last = self._before(StateSpec(ring, "slots", (pool, 2 * width), key.dtype))
         made: torch.Tensor = torch.ops.graphc.pool_keys(
             pages, last, key, gate, bias, self.table, self.start, self.slots

@@ -47,7 +47,7 @@ class PagedCache(Cache):
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Appends [B, T, D]; gives all keys [B, S, D]."""
         name = f"layers.{layer_idx}.indexer"
-        self.book.append(name, [indexer_key_states])
+        self.book.append(name, [indexer_key_states], index=True)
         return self.book.read(name, 0, int(indexer_key_states.shape[-1]))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ class BookStates:
         self.start = book.start
 
     def append(self, layer: int, kind: str, *rows: torch.Tensor) -> Rows:
-        pages = self._book.append(f"layers.{layer}.{kind}", rows)
+        pages = self._book.append(f"layers.{layer}.{kind}", rows, index=kind == "index")
         return Rows(pages, self._book.table)
 
     def read(self, layer: int, kind: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -25,6 +25,7 @@ from passes.quantization.integer_conv import IntegerConv
 from passes.quantization.integer_linear import IntegerLinear
 from passes.quantization.quantize_index import QuantizeIndex
 from passes.quantization.quantize_kv import QuantizeKv
+from passes.quantization.quantize_weights import QuantizeWeights
 from passes.simplify.arithmetic import Arithmetic
 from passes.simplify.assembled import Assembled
 from passes.simplify.common_subexpressions import CommonSubexpressions
@@ -74,6 +75,7 @@ PIPELINE: tuple[Pass, ...] = (
     CommonSubexpressions(),
     QuantizeIndex(),  # only where asked for; after all that fuses what reads the rows
     QuantizeKv(),
+    QuantizeWeights(),  # if asked for; products are merged, and routers known, by now
     CodedLinear(),  # last of all that looks for linears
     DeadCode(),  # last: nothing unread reaches lowering
 )

@@ -12,6 +12,7 @@ from tests.kernel_harness import Constant, lookup, run_rule
 
 LINEAR = "graphc.quantized_linear.default"
 EXPERTS = "graphc.experts.default"
+GROUPED = "graphc.quantized_grouped_mm.default"
 #: [N, K]: whole panels and groups, and neither; a chunk of K, and more
 SHAPES = [(32, 128), (70, 33), (33, 2), (1, 1), (64, 260), (40, 2049), (65, 4231)]
 #: relative rms error of normal weights: measured, and what is allowed
@@ -161,3 +162,24 @@ def test_experts(isa: str, form: str, dtype: torch.dtype) -> None:
             assert ours.dtype == dtype
             unit = 3e-7 * rms(truth)
             assert rms(ours.double() - truth) <= 1.02 * rms(eager.double() - truth) + unit
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped(isa: str, form: str, dtype: torch.dtype) -> None:
+    """Rows sorted by group, groups without rows, rows behind the last group."""
+    for n, k in ((70, 33), (32, 260)):
+        plain = torch.randn(5, n, k) / k**0.5
+        coded = torch.stack([encode(matrix, form) for matrix in plain])
+        x = torch.randn(140, k).to(dtype)
+        ends = torch.tensor([1, 1, 40, 130, 135])
+        for offs in (ends, ends.int()):
+            arguments = [x, Constant(coded), offs, form, n]
+            (got,) = run_rule(GROUPED, arguments, isa=isa, parts=7)
+            assert got.dtype == dtype
+            assert not got[135:].any()
+            truth = lookup(GROUPED)(x.double(), coded, offs, form, n)
+            best = rms(truth.to(dtype).double() - truth)
+            assert rms(got.double() - truth) <= 1.02 * best + 4e-7 * rms(truth)
+    refused(GROUPED, [x, coded, ends, form, n])

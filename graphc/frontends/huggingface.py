@@ -21,6 +21,9 @@ LONGEST = 131_072
 #: the batched form copies one weight per token.
 EXPERTS = "grouped_mm"
 EXAMPLE_LENGTH = 24
+#: a method of quantized checkpoints: experts as blocks of E2M1 codes with E8M0 scales. They are
+#: read as what they stand for, exactly; the pass quantize_weights writes them in MXFP4 again.
+MXFP4 = "mxfp4"
 
 
 def load_checkpoint(
@@ -159,14 +162,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
             hint="use a checkpoint whose architecture is part of transformers, or write a Python "
             "factory that builds the model from code you trust: file.py:factory",
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    method = _stored(config)
+    if method not in ("", MXFP4):
         raise UnsupportedError(
             f"quantized checkpoints ({method}) are not supported",
             where=str(path),
             hint="use the checkpoint in its original floating-point type",
         )
     return config
+
+
+def _stored(config: Mapping[str, Any]) -> str:
+    """How the weights of a checkpoint are quantized; "" if they are not."""
+    quantization = config.get("quantization_config")
+    return str(quantization.get("quant_method", "unknown")) if quantization else ""
 
 
 def _check_weights(folder: Path) -> None:
@@ -234,6 +243,9 @@ def _load_model(transformers: Any, folder: Path, config: Any, dtype: str | None)
                 hint="install the transformers version that has it",
             )
         cls = transformers.AutoModel
+    stored: dict[str, Any] = {}
+    if getattr(config, "quantization_config", None):
+        stored["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     try:
         model, info = cls.from_pretrained(
             str(folder),
@@ -243,6 +255,7 @@ def _load_model(transformers: Any, folder: Path, config: Any, dtype: str | None)
             use_safetensors=True,
             output_loading_info=True,
             dtype=dtype or "auto",
+            **stored,
         )
     except Exception as error:
         raise UsageError(

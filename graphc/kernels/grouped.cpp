@@ -62,6 +62,7 @@ void grouped(const gc_args* args, gc_gemm_function run, int64_t begin, int64_t e
 #define GC_GROUPED f32, float
 #endif
 #define GC_DEFINE(TAG, TYPE)                                                                \
+  extern "C" gc_gemm_function_type gc_gemm_##TAG;                                           \
   GC_EXPORT void gc_grouped_##TAG(const gc_args* args, int64_t begin, int64_t end) {        \
     gc::grouped<TYPE>(args, gc_gemm_##TAG, begin, end);                                     \
   }

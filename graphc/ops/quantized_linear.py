@@ -36,3 +36,34 @@ def quantized_linear(
     plain = decode(weight, form, features, int(input.shape[-1])).to(kind)
     sums = torch.nn.functional.linear(input.to(kind), plain)
     return (sums if bias is None else sums + bias.to(kind)).to(input.dtype)
+
+
+def _grouped_meta(
+    input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, form: str, features: int
+) -> torch.Tensor:
+    return input.new_empty([input.shape[0], features])
+
+
+@define(
+    "quantized_grouped_mm(Tensor input, Tensor weight, Tensor offs, str form, int features)"
+    " -> Tensor",
+    _grouped_meta,
+)
+def quantized_grouped_mm(
+    input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, form: str, features: int
+) -> torch.Tensor:
+    """aten._grouped_mm with weights as `graphc.ops.weight_forms.encode` makes them, summed in
+    float32.
+
+    input floating-point [S, K], weight uint8 [E, bytes] that stands for [E, features, K] in
+    `form`, offs int32 or int64 [E], where the rows of each group end -> [S, features] of the
+    input's dtype. Rows after the last group are zero.
+
+    Raises KeyError for an unknown form.
+    """
+    made = input.new_zeros([input.shape[0], features])
+    start = 0
+    for one, stop in zip(weight, offs.tolist(), strict=True):
+        made[start:stop] = quantized_linear(input[start:stop], one, form, features)
+        start = stop
+    return made

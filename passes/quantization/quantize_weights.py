@@ -18,7 +18,7 @@ from graphc.errors import UsageError
 from graphc.ir.graph import Builder, Graph, Node, Value
 from graphc.ir.types import product, same
 from graphc.ops.experts import decode_experts, encode_experts, experts
-from graphc.ops.quantized_linear import quantized_linear
+from graphc.ops.quantized_linear import quantized_grouped_mm, quantized_linear
 from graphc.ops.weight_forms import FORMS, decode, encode
 from graphc.rewrite import Facts, Log, Refused, Rule, apply_rules
 from graphc.rewrite.facts import operand, packet_of
@@ -59,7 +59,7 @@ class QuantizeWeights:
         if self.form and self.projections:
             rules.append(_Projection(self, graph))
         if self.form and self.experts:
-            rules.append(_Experts(self, graph))
+            rules += [_Experts(self, graph), _Grouped(self, graph)]
         return apply_rules(graph, rules, log) if rules else graph
 
 
@@ -187,10 +187,58 @@ class _Experts(_Quantized):
         )
 
 
+class _Grouped(_Quantized):
+    """Experts whose activation is not one of graphc.experts': two products over sorted rows."""
+
+    name = "quantized_grouped_mm"
+    roots = frozenset(("aten._grouped_mm", "transformers.grouped_mm_fallback"))
+
+    def pattern(self, node: Node, facts: Facts) -> Iterator[_Found | Refused]:
+        x, weight = node.args[0], node.args[1]
+        data = facts.weight(weight)
+        if data is None or data.ndim != 3 or node.argument("offs") is None:
+            yield Refused("its weights are not constants [E, K, N]")
+            return
+        names = {argument.name for argument in node.op._schema.arguments}
+        if "bias" in names and node.argument("bias") is not None:
+            yield Refused("it has a bias")
+            return
+        if node.outputs[0].type.dtype != x.type.dtype:
+            yield Refused("its result has another dtype")
+            return
+        refused = self.refusal((data,))
+        if refused is None and (weight in facts.kept or not self._alone(weight, facts)):
+            refused = Refused("its weight is also read otherwise")
+        if refused is not None:
+            yield refused
+            return
+        if (weight,) not in self.coded:
+            self.coded[(weight,)] = _coded(data.transpose(1, 2), self.options.form)
+        yield _Found((weight,), self.coded[(weight,)])
+
+    def _alone(self, weight: Value, facts: Facts) -> bool:
+        return all(r.target.rpartition(".")[0] in self.roots for r in facts.readers(weight))
+
+    def rewrite(self, builder: Builder, found: _Found, node: Node) -> Sequence[Value]:
+        (coded,) = self.values(builder, found)
+        features = int(found.weights[0].type.shape[2])
+        offs = node.argument("offs")
+        return builder.call(
+            quantized_grouped_mm, node.args[0], coded, offs, self.options.form, features
+        )
+
+
 def _coded(data: torch.Tensor, form: str) -> _Coded:
-    coded = encode(data, form)
-    error = _distance(decode(coded, form, *data.shape), data) / _length(data)
-    return _Coded((coded,), data.nbytes, error)
+    """[N, K] or [E, N, K]."""
+    matrices = data[None] if data.ndim == 2 else data
+    made: list[torch.Tensor] = []
+    square = whole = 0.0
+    for matrix in matrices:
+        made.append(encode(matrix, form))
+        square += _distance(decode(made[-1], form, *matrix.shape), matrix) ** 2
+        whole += _length(matrix) ** 2
+    coded = made[0] if data.ndim == 2 else torch.stack(made)
+    return _Coded((coded,), data.nbytes, (square / (whole or 1.0)) ** 0.5)
 
 
 def _coded_experts(gate_up: torch.Tensor, down: torch.Tensor, form: str) -> _Coded:
@@ -210,7 +258,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _length(data: torch.Tensor) -> float:
-    return float(data.double().norm()) or 1.0
+    return float(data.double().norm())
 
 
 def _chooses(node: Node, facts: Facts) -> bool:

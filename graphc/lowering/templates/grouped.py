@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphc.lowering.context import LoweringContext, Refuse, Unit, ceildiv, rule
-from graphc.lowering.templates.operand import BLOCK_ROWS, FAST, gemm_scratch, grain_for, padded
+from graphc.lowering.context import Dim, LoweringContext, Refuse, Unit, View, ceildiv, rule
+from graphc.lowering.templates.operand import (
+    BLOCK_ROWS,
+    FAST,
+    STORAGE,
+    Library,
+    gemm_scratch,
+    grain_for,
+    padded,
+)
 from graphc.lowering.templates.pack import PANEL, pack_weight
+from graphc.lowering.templates.quantized_linear import quantized_library
 from graphc.lowering.templates.strided import SIZES
 
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
-
-_TYPES = {
-    "f32": "",
-    "bf16": "#define GC_GROUPED bf16, gc::bf16\n",
-    "f16": "#define GC_GROUPED f16, gc::f16\n",
-}
 
 
 @rule("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
@@ -41,7 +44,6 @@ def grouped_mm(ctx: LoweringContext, node: Node) -> None:
         x = ctx.contiguous(node.argument(names[0]))
     gemm = Unit(f"gemm_{kind}", ctx.header(f"gemm_{kind}.cpp"))
     groups, k, n = w.shape
-    rows = x.shape[0]
     panels = ceildiv(n, PANEL)
     depth = 2 * ceildiv(k, 2) if kind == "bf16" else k
     known = ctx.weight(node.argument(names[1]))
@@ -65,20 +67,47 @@ def grouped_mm(ctx: LoweringContext, node: Node) -> None:
             grain=grain_for(ctx, depth * PANEL * 8, 64),
             label=f"{node.name}.pack",
         )  # fmt: skip
+    _product(ctx, node, x, weights, offs, Library(kind, gemm, "", 0), panels * depth * PANEL)
+
+
+@rule("graphc.quantized_grouped_mm.default")
+def quantized_grouped_mm(ctx: LoweringContext, node: Node) -> None:
+    """x [S, K], w uint8 [E, bytes], ends of the groups [E] -> [S, N]: see graphc.ops."""
+    x, offs = ctx.view(node.args[0]), ctx.contiguous(node.args[2])
+    coded = ctx.weight(node.args[1])
+    if coded is None:
+        raise Refuse("the weights are not constant")
+    library = quantized_library(ctx, x.dtype, str(node.argument("form")))
+    if offs.dtype not in ("int32", "int64"):
+        raise Refuse(f"group ends of {offs.dtype}")
+    if ctx.static(x.strides[1]) != 1:
+        x = ctx.contiguous(node.args[0])
+    weights = ctx.constant(f"{node.name}.weight", coded, layout=library.layout)
+    _product(ctx, node, x, weights, offs, library, coded.shape[1] // SIZES[x.dtype])
+
+
+def _product(
+    ctx: LoweringContext, node: Node, x: View, weights: View, offs: View, library: Library,
+    size: Dim,
+) -> None:  # fmt: skip
+    """The Step; `size` items of x's dtype are one group's weight."""
     (out,) = ctx.outputs(node)
+    rows, k, n, groups = *x.shape, out.shape[1], offs.shape[0]
+    panels = ceildiv(n, PANEL)
     known_rows, known_groups = ctx.static(rows), ctx.static(groups)
     share = 1 if known_rows is None else max(1, known_rows // max(1, known_groups or 1))
+    defines = f"#define GC_GROUPED {library.kind}, {STORAGE[x.dtype]}\n"
     ctx.kernel(
-        Unit(f"grouped_{kind}", _TYPES[kind] + ctx.header("grouped.cpp")),
-        f"gc_grouped_{kind}",
+        Unit(f"grouped_{library.kind}", defines + ctx.header("grouped.cpp")),
+        f"gc_grouped_{library.kind}",
         pointers=[x, weights, offs, out],
-        immediates=[rows, n, k, groups, SIZES[offs.dtype], x.strides[0], panels * depth * PANEL],
+        immediates=[rows, n, k, groups, SIZES[offs.dtype], x.strides[0], size],
         reads=[x, weights, offs],
         writes=[out],
         range=(ceildiv(rows, BLOCK_ROWS) + groups) * panels,
         grain=grain_for(ctx, min(BLOCK_ROWS, share) * PANEL * k, 8),
-        scratch=gemm_scratch(k),
+        scratch=gemm_scratch(k) + library.chunk,
         label=node.name,
         flops=2 * rows * n * k,
-        units=[gemm],
+        units=[library.unit],
     )

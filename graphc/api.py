@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphc.garbage import rarely_collected
-from graphc.quantization import quantization
+from graphc.quantization import OPENS, quantization
 from graphc.report import BisectRecord, BuildReport, PassRecord, StageRecord
 from graphc.toolchain.isa import Isa
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from graphc.ir.graph import Graph
     from graphc.lowering.program import PlannedMemory
     from graphc.plan import DecoderPlan, Step
+    from graphc.precision import Precision
     from graphc.runtime.calibration import Peaks
+    from graphc.shapes import Shapes
 
 Progress = Callable[[str, int, int], None]
 
@@ -40,6 +42,8 @@ class Options:
     instruction set level than this machine's. jobs: compiler processes at a time. tune: choices
     that kernels leave open are measured on this machine, or taken from the cache if they were.
     quant: what is narrowed, words of `graphc.quantization`.
+    precision: what may be narrowed, "index=mxfp8,cache=keep"; roles it leaves out are those of
+    shapes.yaml (`graphc.precision`).
     """
 
     shapes: Path | None = None
@@ -56,6 +60,7 @@ class Options:
     stages: Sequence[StageRecord] = field(default_factory=tuple)
     tune: bool = False
     quant: Sequence[str] = ()
+    precision: str = ""
 
 
 def memory_planner(steps: Sequence[Step], sizes: Mapping[int, int]) -> PlannedMemory:
@@ -86,6 +91,34 @@ def pipeline(disable: Sequence[str] = (), options: Sequence[str] = ()) -> Sequen
     return chosen
 
 
+def precision_policy(table: Shapes, options: Options) -> Precision:
+    """What a build may narrow: as `Options.precision` says, else what passes are asked to narrow,
+    else as shapes.yaml says, else the default.
+
+    Raises UsageError for an unknown role or format.
+    """
+    from graphc.precision import Precision
+
+    policy = table.precision
+    asked = quantization(options.quant).pass_options()
+    for one in pipeline(options.disable_pass, [*asked, *options.pass_options]):
+        if one.name in OPENS and one.form:
+            policy = policy.opened(OPENS[one.name], [one.form], f"{one.name}{{form={one.form}}}")
+    return Precision.parse(options.precision).over(policy)
+
+
+def checked(graph: Graph, policy: Precision, source: str) -> Graph:
+    """The graph, if it narrows no more than the policy allows. What an ONNX file narrows is the
+    model as its author wrote it.
+
+    Raises PrecisionError, which names the node.
+    """
+    from passes.quantization.guard import check_precision
+
+    check_precision(graph, policy, authored=source == "onnx")
+    return graph
+
+
 def machine_options(level: Isa, graphs: int) -> list[str]:
     """Options of passes that depend on the machine, or on how many graphs share the weights of the
     plan; the user's come behind them."""
@@ -107,10 +140,12 @@ def build_captured(
     decoder: DecoderPlan | None = None,
     files: Mapping[str, str] | None = None,
     records: Sequence[PassRecord] = (),
+    policy: Precision | None = None,
 ) -> BuildReport:
     """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
     `sides`, these graphs of it (the phases of a decoder), which passes that left `records` made.
-    `files` are put beside the plan's own."""
+    `files` are put beside the plan's own. `policy` is what may be narrowed, if it is not as the
+    options say."""
     from cache.store import Store
     from graphc.builder import Request, Side, build_plan
     from graphc.ir.text import print_graph
@@ -123,6 +158,7 @@ def build_captured(
     if options.isa is not None:
         level = level.lowered(options.isa)
     phase = options.phase or table.default_phase_of(model)
+    policy = policy or precision_policy(table, options)
     graphs = len(sides) or 1 + len(variants)
     asked = quantization(options.quant)
     passes = pipeline(
@@ -131,12 +167,13 @@ def build_captured(
     )
 
     def transform(graph: Graph, phase: str) -> tuple[Graph, list[PassRecord]]:
+        # before the passes too: folding leaves nothing to see of how weights were narrowed
         made, found = run_passes(
-            graph, passes, verify=options.verify, dump=options.dump_passes, phase=phase,
-            progress=options.progress,
+            checked(graph, policy, source), passes, verify=options.verify,
+            dump=options.dump_passes, phase=phase, progress=options.progress,
         )  # fmt: skip
         asked.check(found)
-        return made, found
+        return checked(made, policy, source), found
 
     def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:
         return table.buckets_for(model, options.phase, ranges, only=list(options.buckets))
@@ -217,6 +254,7 @@ def build(
     progress: Progress | None = None,
     tune: bool = False,
     quant: Sequence[str] = (),
+    precision: str = "",
 ) -> BuildReport:
     """Builds a model into the plan folder `output`; gives the report that `inspect` shows.
 
@@ -226,12 +264,16 @@ def build(
         inputs: types of inputs, "x=f32[1,T,384]"; a name in place of a size is a free length.
         dynamic: ranges "T=1:2048", and names of dimensions "x.1=T".
         dtype: floating-point weights (and example inputs) are converted to it.
+        precision: see `Options`.
 
     Raises:
         GraphcError: one of graphc.errors, with what, where and what to do.
     """
+    from graphc.precision import Precision
+
     # cheap checks of the user's words come before the model is loaded
     pipeline(disable_pass, [*quantization(quant).pass_options(), *pass_options])
+    Precision.parse(precision)
     start = time.perf_counter()
     if progress is not None:
         progress("capture", 0, 0)
@@ -239,7 +281,7 @@ def build(
     stages = (StageRecord("capture", time.perf_counter() - start),)
     options = Options(
         shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
-        dump_passes, require_cached, jobs, isa, progress, stages, tune, tuple(quant),
+        dump_passes, require_cached, jobs, isa, progress, stages, tune, tuple(quant), precision,
     )  # fmt: skip
     return build_captured(
         captured, Path(output), options, model=name, source=kind, variants=variants

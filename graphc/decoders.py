@@ -19,7 +19,14 @@ from msgspec import structs
 from torch.export import Dim
 from torch.utils._sympy.functions import Min
 
-from graphc.api import NO_CODES, Options, build_captured, pipeline
+from graphc.api import (
+    NO_CODES,
+    Options,
+    build_captured,
+    checked,
+    pipeline,
+    precision_policy,
+)
 from graphc.builder import Side
 from graphc.errors import CaptureError, UsageError
 from graphc.frontends.capture import Captured, capture
@@ -106,6 +113,7 @@ def build(
     asked = quantization(options.quant)
     pipeline(options.disable_pass, options.pass_options)  # wrong words come out before any work
     table = Shapes.load(options.shapes)
+    policy = precision_policy(table, options)
     records: list[PassRecord] = []
 
     def prepare(graph: Graph) -> Graph:
@@ -113,8 +121,9 @@ def build(
         # several graphs read the weights, some of them for many rows
         wanted = [NO_CODES, *asked.pass_options(index), *options.pass_options]
         made, found = run_passes(
-            graph, pipeline(options.disable_pass, wanted), verify=options.verify,
-            dump=options.dump_passes, phase="all", progress=options.progress,
+            checked(graph, policy, "decoder"), pipeline(options.disable_pass, wanted),
+            verify=options.verify, dump=options.dump_passes, phase="all",
+            progress=options.progress,
         )  # fmt: skip
         records.extend(found)
         return made
@@ -142,6 +151,7 @@ def build(
         decoder=structs.replace(phases.decoder, stop=stop, begin=begin, text=text),
         files=files,
         records=records,
+        policy=policy,
     )  # fmt: skip
 
 

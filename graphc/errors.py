@@ -96,3 +96,24 @@ class CacheMissError(GraphcError):
     """`--require-cached` was given and something would have to be compiled."""
 
     exit_code = 9
+
+
+class PrecisionError(GraphcError):
+    """The graph narrows what the policy of mixed precision keeps.
+
+    Args:
+        node: name of the node that narrows.
+        role: what the narrowed value is for (`graphc.precision.ROLES`).
+        found: the format it has.
+    """
+
+    exit_code = 10
+
+    def __init__(
+        self, what: str, *, where: str = "", hint: str = "", node: str = "", role: str = "",
+        found: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__(what, where=where, hint=hint)
+        self.node = node
+        self.role = role
+        self.found = found

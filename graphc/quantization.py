@@ -21,7 +21,8 @@ KV = {"fp8": "fp8_pow2", "fp8_pow2": "fp8_pow2", "fp8_f32": "fp8"}
 WEIGHTS = ("int8", "int4_g32", "int4_g128", "mxfp4")
 #: the pass of a role
 PASSES = {"index": "quantize_index", "kv": "quantize_kv", "weights": "quantize_weights"}
-
+#: the role of a policy (`graphc.precision`) that a pass narrows
+OPENS = {"quantize_index": "index", "quantize_kv": "cache", "quantize_weights": "projections"}
 
 _WHAT = {
     "index": "keys of an indexer in pages",

@@ -1,4 +1,5 @@
-"""The model of shapes.yaml: symbols with ranges, buckets, and what to build for which model.
+"""The model of shapes.yaml: symbols with ranges, buckets, what to build for which model, and what
+may be narrowed.
 
 A `Symbol` is a length known only at run time; a bucket gives upper limits for some symbols. The
 captured graph has the last word on a range: shapes.yaml may narrow it, never widen it.
@@ -12,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from graphc.errors import UsageError
+from graphc.precision import DEFAULT, Precision
 from graphc.shapes_reader import Reader, read_document
 
 #: a captured upper bound at or above this is no bound: torch.export has several ways to say so
@@ -57,7 +59,8 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class Shapes:
-    """A whole shapes.yaml. `buckets` maps a bucket's name to its limits by symbol name."""
+    """A whole shapes.yaml. `buckets` maps a bucket's name to its limits by symbol name; `precision`
+    says what may be narrowed."""
 
     path: Path
     symbols: Mapping[str, SymbolRange]
@@ -67,6 +70,7 @@ class Shapes:
     default_buckets: tuple[str, ...]
     default_max: int
     default_length: int
+    precision: Precision = DEFAULT
 
     @staticmethod
     def load(path: Path | str | None = None) -> Shapes:
@@ -199,7 +203,7 @@ def _distinct(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 def _read(path: Path) -> Shapes:
     top = read_document(path)
-    top.only("version", "symbols", "buckets", "defaults", "models")
+    top.only("version", "symbols", "buckets", "defaults", "models", "precision")
     version = top.need("version")
     if version.integer("1, the version of this format") != 1:
         raise version.error("1, the version of this format")
@@ -217,6 +221,7 @@ def _read(path: Path) -> Shapes:
         if not phases:
             raise entry.need("phases").error("at least one phase")
         models.append(ModelShapes(entry.need("match").text("a shell pattern"), phases))
+    precision = top.get("precision")
     return Shapes(
         path=path,
         symbols=symbols,
@@ -226,6 +231,7 @@ def _read(path: Path) -> Shapes:
         default_buckets=_bucket_names(defaults, buckets),
         default_max=defaults.need("max").integer("an upper limit", 1),
         default_length=defaults.need("default").integer("a length", 1),
+        precision=DEFAULT if precision is None else Precision.read(precision).over(DEFAULT),
     )
 
 

@@ -102,6 +102,16 @@ class Reader:
             raise entry.error("a sequence")
         return [Reader(self.path, node) for node in entry.node.value]
 
+    def alternatives(self) -> list[Reader]:
+        """Items of this value where it is a sequence, else the value itself."""
+        if isinstance(self.node, yaml.SequenceNode):
+            return [Reader(self.path, node) for node in self.node.value]
+        return [self]
+
+    def place(self) -> str:
+        """ "shapes.yaml:3:7"."""
+        return _place(self.path, self.node.start_mark)
+
     def text(self, expected: str) -> str:
         if not isinstance(self.node, yaml.ScalarNode) or not self.node.value:
             raise self.error(expected)

@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.plan_io": GROUND | {"graphc.plan"},
     "graphc.quantization": GROUND | {"graphc.report"},
     "graphc.report": GROUND,
-    "graphc.shapes": GROUND | {"graphc.shapes_reader"},
+    "graphc.precision": GROUND | {"graphc.shapes_reader"},
+    "graphc.shapes": GROUND | {"graphc.precision", "graphc.shapes_reader"},
     "graphc.shapes_reader": GROUND,
     "graphc.store": GROUND,
     "graphc.build_report": {
@@ -78,7 +79,8 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.toolchain": GROUND | {"graphc.plan", "graphc.store", "graphc.kernels"},
     "graphc.runtime": GROUND | {"graphc.plan", "graphc.plan_io"},
     "passes.memory": IR | {"graphc.plan", "graphc.rewrite", "graphc.report"},
-    "passes": IR | {"graphc.ops", "graphc.rewrite", "graphc.report", "passes.memory"},
+    "passes": IR
+    | {"graphc.ops", "graphc.precision", "graphc.rewrite", "graphc.report", "passes.memory"},
     "cache": GROUND | {"graphc.store"},
 }
 #: free to import everything: the module that looks up, the face of the package, the wiring

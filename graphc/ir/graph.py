@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class Node:
         return f"{self.name} = {self.target}"
 
 
+@cache
 def target_name(op: torch._ops.OpOverload) -> str:
     """ "namespace.name.overload" of an operator."""
     return str(op)

@@ -68,7 +68,7 @@ GC_INLINE vf times(vf acc, __m512i a, __m512i b) {
 // sums[SCORE_ROWS] of vectors over the steps [0, n) of q [..][VL], P items of a row at a time.
 template <class A, int P>
 GC_INLINE void score_rows(const typename A::item* q, const typename A::item* const* rows, int64_t at,
-                          int64_t n, vf (&sum)[SCORE_ROWS]) {
+                          int64_t n, vf (&sum)[SCORE_ROWS], Coming& coming) {
   vf acc[PHASES][SCORE_ROWS] = {};
   const typename A::item* r[SCORE_ROWS];
 #pragma GCC unroll 8
@@ -76,6 +76,8 @@ GC_INLINE void score_rows(const typename A::item* q, const typename A::item* con
   q += at * VL;
   int64_t i = 0;
   for (; i + PHASES <= n; i += PHASES) {
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) coming.line();
 #pragma GCC unroll 2
     for (int p = 0; p < PHASES; p++) {
       const auto qv = load<typename A::vec>(q + (i + p) * VL);
@@ -97,19 +99,20 @@ GC_INLINE void score_rows(const typename A::item* q, const typename A::item* con
 // s[SCORE_ROWS][VL / P]: scores of all heads of the group.
 template <class A, int P>
 GC_INLINE void score_tile(const typename A::item* q, const typename A::item* const* rows, int64_t steps,
-                          const typename A::item* const* tails, int64_t behind, float* s) {
+                          const typename A::item* const* tails, int64_t behind, float* s,
+                          Coming coming) {
   vf sum[SCORE_ROWS];
   const int64_t first = std::is_same<A, Floats>::value ? min64(steps, CHAIN) : steps;
-  score_rows<A, P>(q, rows, 0, first, sum);
+  score_rows<A, P>(q, rows, 0, first, sum, coming);
   for (int64_t at = first; at < steps; at += CHAIN) {
     vf more[SCORE_ROWS];
-    score_rows<A, P>(q, rows, at, min64(CHAIN, steps - at), more);
+    score_rows<A, P>(q, rows, at, min64(CHAIN, steps - at), more, coming);
 #pragma GCC unroll 8
     for (int j = 0; j < SCORE_ROWS; j++) sum[j] += more[j];
   }
   if (behind) {
     vf more[SCORE_ROWS];
-    score_rows<A, P>(q + steps * VL, tails, 0, behind, more);
+    score_rows<A, P>(q + steps * VL, tails, 0, behind, more, coming);
 #pragma GCC unroll 8
     for (int j = 0; j < SCORE_ROWS; j++) sum[j] += more[j];
   }
@@ -353,8 +356,7 @@ template <class T, class A, int P, class S> struct LatentAttention {
       for (int64_t j = 0; j < n; j += SCORE_ROWS) {
         rows.stage(j);
         score_tile<A, P>(q, rows.items + j, rows.parted() ? split : steps, rows.tails + j,
-                         rows.parted() ? steps - split : 0, scores + j * LANES);
-        rows.ask(j);
+                         rows.parted() ? steps - split : 0, scores + j * LANES, rows.ahead(j));
       }
       softmax(n);
       mix(rows.items, n, heads);

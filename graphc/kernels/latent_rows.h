@@ -10,6 +10,7 @@ using namespace gc;
 
 constexpr int64_t ROWS = 128;  // of a block: rows between rescalings
 constexpr int SCORE_ROWS = 8;  // scored, and converted, together
+constexpr int64_t AHEAD = 2 * SCORE_ROWS;  // rows between what is asked for and what is scored
 
 GC_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -50,6 +51,29 @@ template <class T> struct RowCursor {
   }
 };
 
+// Asks for memory line by line, into the second level, while other rows are multiplied: what a core
+// asks for all at once is dropped. The last span has no end.
+struct Span {
+  const char* at;
+  int64_t bytes;
+};
+struct Coming {
+  const char* at;
+  int64_t left;
+  const Span* next;
+
+  explicit Coming(const Span* first) : at(first->at), left(first->bytes), next(first + 1) {}
+  inline __attribute__((always_inline)) void line() {
+    __builtin_prefetch(at, 0, 2);
+    at += 64;
+    left -= 64;
+    if (left > 0) return;
+    at = next->at;
+    left = next->bytes;
+    next++;
+  }
+};
+
 // S: what is stored, bytes being records; Item: what is multiplied. Rows are multiplied as they lie,
 // or as floats, or, where an item is a pair, as bf16.
 template <class S, class Item> class LatentRows {
@@ -68,12 +92,23 @@ template <class S, class Item> class LatentRows {
   Number* staged_;  // [ROWS][width]
   const S *rows_[2][ROWS], *tails_[2][ROWS];
   int64_t n_, coming_;
+  Span spans_[2 * SCORE_ROWS + 1];
   int turn_;
 
   static void widen(float* to, const S* from, int64_t n) {
     int64_t i = 0;
     for (; i + VL <= n; i += VL) store(to + i, vload(from + i, All{}));
     for (; i < n; i++) to[i] = to_float(from[i]);
+  }
+
+  // Some rows of a block of n.
+  void list(int turn, int64_t first, int64_t n) {
+    Span* to = spans_;
+    for (int64_t j = first; j < min64(n, first + SCORE_ROWS); j++) {
+      *to++ = {(const char*)rows_[turn][j], bytes_};
+      if (more_) *to++ = {(const char*)tails_[turn][j], more_};
+    }
+    *to = {(const char*)zeros_, INT64_MAX};
   }
 
  public:
@@ -111,6 +146,10 @@ template <class S, class Item> class LatentRows {
     cursor_.start(first, n);
     turn_ = 0;
     coming_ = cursor_.next(rows_[0], tails_[0]);
+    for (int64_t j = 0; j < AHEAD; j += SCORE_ROWS) {
+      list(0, j, coming_);
+      for (Coming coming(spans_); coming.left <= bytes_ + more_;) coming.line();
+    }
   }
 
   // How many the next block has; those up to whole tiles are zeros.
@@ -128,9 +167,9 @@ template <class S, class Item> class LatentRows {
   // Makes items of the rows [first, first + SCORE_ROWS).
   void stage(int64_t first) {
     const S *const *rows = rows_[turn_ ^ 1], *const *behind = tails_[turn_ ^ 1];
+    if constexpr (RECORDS) reader_.rows(rows + first, SCORE_ROWS, staged_ + first * width_);
     for (int64_t j = first; j < first + SCORE_ROWS; j++) {
       if constexpr (RECORDS) {
-        reader_.row(rows[j], staged_ + j * width_);
         items[j] = (const Item*)(staged_ + j * width_);
       } else if constexpr (CONVERT) {
         float* const row = staged_ + j * width_;
@@ -143,13 +182,12 @@ template <class S, class Item> class LatentRows {
     }
   }
 
-  // Asks for some of the next block's rows, into the second level.
-  void ask(int64_t first) const {
-    const S *const *rows = rows_[turn_], *const *behind = tails_[turn_];
-    for (int64_t j = first; j < min64(coming_, first + SCORE_ROWS); j++) {
-      for (int64_t i = 0; i < bytes_; i += 64) __builtin_prefetch((const char*)rows[j] + i, 0, 2);
-      for (int64_t i = 0; i < more_; i += 64) __builtin_prefetch((const char*)behind[j] + i, 0, 2);
-    }
+  // The rows AHEAD of those from `first` on.
+  Coming ahead(int64_t first) {
+    const int64_t j = first + AHEAD, whole = (n_ + SCORE_ROWS - 1) & -SCORE_ROWS;
+    if (j < n_) list(turn_ ^ 1, j, n_);
+    else list(turn_, j < whole ? coming_ : j - whole, coming_);
+    return Coming(spans_);
   }
 };
 

@@ -1,208 +1,168 @@
 // Records (records.h) read fast, and any columns of them: what attention over narrow caches does with
-// each row before it multiplies.
+// rows before it multiplies.
 //
-// With byte permutations the numbers of 64 codes are looked up as low and high bytes of bf16, in
-// tables that hold them times the tile's power of two, so that nothing is left to multiply; other
-// scales multiply what the table of 1 gives. The results are those of decode_record, bit by bit.
+// The exponent and mantissa of a normal E4M3 are those of bf16 but for a bias, to which that of a power
+// of two is added: such tiles are shifted into place. Others are looked up, by permutations of 16
+// bits, in a table of the 128 magnitudes times the tile's scale. The results are those of
+// decode_record, bit by bit.
 #pragma once
 #include "records.h"
 
 namespace gc {
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define GC_RECORD_TABLES 1
+#if defined(__AVX512BF16__)
+#define GC_RECORDS_AS_BF16 1
 
-// bf16 of the 128 magnitudes of E4M3 times a power of two.
-struct alignas(64) E4m3Table { uint8_t low[128], high[128]; };
-
-// The tables of the exponents met last.
-class E4m3Tables {
-  static constexpr int KEPT = 8;
-  static constexpr uint32_t LEAST = 16, MOST = 240;  // exponents at which all products are normal
-  uint32_t exponent_[KEPT] = {};
-  E4m3Table table_[KEPT];
-
-  __attribute__((noinline)) void fill(E4m3Table* t, uint32_t exponent) {
-    const vf scale = splat(bits_to_f32(exponent << 23));
-    for (int c = 0; c < 128; c += VL) {
-      const vi bits = (vi)(e4m3_numbers(lane_numbers() + c) * scale);
-      put_codes(t->low + c, bits >> 16 & 0xff);
-      put_codes(t->high + c, bits >> 24 & 0xff);
-    }
-  }
-
- public:
-  // Null where the scale is none of the powers of two that have tables.
-  inline __attribute__((always_inline)) const E4m3Table* of(float scale) {
-    const uint32_t bits = f32_to_bits(scale), exponent = bits >> 23;
-    if ((bits & 0x807fffff) != 0 || exponent < LEAST || exponent > MOST) return nullptr;
-    E4m3Table* const t = table_ + exponent % KEPT;
-    if (__builtin_expect(exponent_[exponent % KEPT] != exponent, 0)) {
-      fill(t, exponent);
-      exponent_[exponent % KEPT] = exponent;
-    }
-    return t;
+// The 128 magnitudes of E4M3.
+struct alignas(64) E4m3Magnitudes {
+  float number[128];
+  E4m3Magnitudes() {
+    for (int c = 0; c < 128; c += VL) store(number + c, e4m3_numbers(lane_numbers() + c));
   }
 };
 
-struct NumberBytes { __m512i low, high; };
-GC_INLINE NumberBytes bytes_of(const E4m3Table* t, __m512i codes) {
-  const __m512i low = _mm512_permutex2var_epi8(load<__m512i>(t->low), codes, load<__m512i>(t->low + 64));
-  const __m512i high =
-      _mm512_permutex2var_epi8(load<__m512i>(t->high), codes, load<__m512i>(t->high + 64));
-  return {low, _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8((char)0x80), 0xf8)};
-}
-
-// The numbers of 64 codes in order: two vectors of bf16, or four of floats.
-GC_INLINE void numbers_of(const E4m3Table* t, __m512i codes, __m512i (&to)[2]) {
-  const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-  const NumberBytes b = bytes_of(t, _mm512_permutexvar_epi64(order, codes));
-  to[0] = _mm512_unpacklo_epi8(b.low, b.high);
-  to[1] = _mm512_unpackhi_epi8(b.low, b.high);
-}
-GC_INLINE void numbers_of(const E4m3Table* t, __m512i codes, vf (&to)[4]) {
-  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-  const NumberBytes b = bytes_of(t, _mm512_permutexvar_epi32(order, codes));
-  const __m512i none = _mm512_setzero_si512(), even = _mm512_unpacklo_epi8(b.low, b.high),
-                odd = _mm512_unpackhi_epi8(b.low, b.high);
-  to[0] = (vf)_mm512_unpacklo_epi16(none, even);
-  to[1] = (vf)_mm512_unpackhi_epi16(none, even);
-  to[2] = (vf)_mm512_unpacklo_epi16(none, odd);
-  to[3] = (vf)_mm512_unpackhi_epi16(none, odd);
-}
-
-// n > 0 of 64 numbers.
-GC_INLINE __mmask64 first_bits(int64_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
-GC_INLINE void put_numbers(const __m512i (&v)[2], int64_t n, bf16* to) {
-  if (n >= 64) {
-    _mm512_storeu_si512(to, v[0]);
-    _mm512_storeu_si512(to + 32, v[1]);
-    return;
-  }
-  _mm512_mask_storeu_epi16(to, (__mmask32)first_bits(n), v[0]);
-  _mm512_mask_storeu_epi16(to + 32, (__mmask32)(first_bits(n) >> 32), v[1]);
-}
-GC_INLINE void put_numbers(const vf (&v)[4], int64_t n, float* to) {
+// All codes times a scale, as bf16, in registers.
+struct E4m3Table {
+  __m512i part[4];
+  inline __attribute__((always_inline)) E4m3Table(const E4m3Magnitudes& all, float scale) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++)
-    _mm512_mask_storeu_ps(to + i * VL, (__mmask16)(first_bits(n) >> (i * VL)), (__m512)v[i]);
+    for (int i = 0; i < 4; i++) {
+      const vf low = load<vf>(all.number + 32 * i), high = load<vf>(all.number + 32 * i + VL);
+      part[i] = (__m512i)_mm512_cvtne2ps_pbh((__m512)(high * splat(scale)), (__m512)(low * splat(scale)));
+    }
+  }
+  inline __attribute__((always_inline)) __m512i operator()(__m256i codes) const {
+    const __m512i c = _mm512_cvtepi8_epi16(codes);
+    const __mmask32 above = _mm512_test_epi16_mask(c, _mm512_set1_epi16(0x40));
+    const __m512i low = _mm512_permutex2var_epi16(part[0], c, part[1]);
+    const __m512i high = _mm512_permutex2var_epi16(part[2], c, part[3]);
+    const __m512i v = _mm512_mask_mov_epi16(low, above, high);
+    return _mm512_ternarylogic_epi32(v, c, _mm512_set1_epi16((short)0x8000), 0xf8);
+  }
+};
+
+// Which codes are no normal numbers: zeros, subnormal, NaN.
+GC_INLINE __mmask64 irregular(__m512i codes) {
+  const __m512i doubled = _mm512_add_epi8(codes, codes);  // without the sign, normal: 16 to 252
+  return _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(doubled, _mm512_set1_epi8(16)), _mm512_set1_epi8((char)236));
 }
-GC_INLINE void put_numbers(const vf (&v)[4], int64_t n, bf16* to) {
-  const __m512i halves[2] = {(__m512i)_mm512_cvtne2ps_pbh((__m512)v[1], (__m512)v[0]),
-                             (__m512i)_mm512_cvtne2ps_pbh((__m512)v[3], (__m512)v[2])};
-  put_numbers(halves, n, to);
+// What is added to the bits of normal numbers for a scale that is a power of two, if all products are
+// normal: 0 if not.
+GC_INLINE uint32_t bias_of(uint32_t scale) {
+  return (scale & 0x807fffff) == 0 && scale - (16u << 23) < 224u << 23 ? (scale >> 16) - (7 << 7) : 0;
 }
-// What a table that holds whole numbers gives.
-template <class T> struct Looked { typedef vf type[4]; };
-template <> struct Looked<bf16> { typedef __m512i type[2]; };
 #endif
 
 // Reads the records of one format, as float, bf16 or f16.
 class RecordReader {
   const gc_record_format* form_;
 
-#if GC_RECORD_TABLES
-  E4m3Tables tables_;
+#if GC_RECORDS_AS_BF16
+  E4m3Magnitudes all_;
 
-  // n codes of 64; the first half has one scale, the other another.
-  template <class T>
-  inline __attribute__((always_inline)) void halves(const uint8_t* codes, int64_t n, float first, float second, T* to) {
-    vf v[4];
-    numbers_of(tables_.of(1.0f), _mm512_maskz_loadu_epi8(first_bits(n), codes), v);
+  // n numbers of one scale.
+  inline __attribute__((always_inline))
+  void tile(const uint8_t* codes, int64_t n, float scale, bf16* to) {
+    const uint32_t bias = bias_of(f32_to_bits(scale));
+    if (n != FP8_TILE || bias == 0 ||
+        (irregular(_mm512_loadu_si512(codes)) | irregular(_mm512_loadu_si512(codes + 64))) != 0)
+      return look_up(codes, n, scale, to);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) v[i] *= splat(i < 2 ? first : second);
-    put_numbers(v, n, to);
+    for (int i = 0; i < FP8_TILE; i += 32) {
+      const __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)));
+      const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(c, 4), _mm512_set1_epi16((short)0x87f0));
+      _mm512_storeu_si512(to + i, _mm512_add_epi16(bits, _mm512_set1_epi16((short)bias)));
+    }
   }
-  template <class T> inline __attribute__((always_inline)) void tile(const uint8_t* codes, int64_t n, float scale, T* to) {
-    const E4m3Table* const t = tables_.of(scale);
+  __attribute__((noinline)) void look_up(const uint8_t* codes, int64_t n, float scale, bf16* to) {
+    const E4m3Table table(all_, scale);
     int64_t i = 0;
-    if (!t) {
-      for (; i < n; i += 64) halves(codes + i, n - i, scale, scale, to + i);
-      return;
-    }
-    typename Looked<T>::type v;
-    for (; i + 64 <= n; i += 64) {
-      numbers_of(t, _mm512_loadu_si512(codes + i), v);
-      put_numbers(v, 64, to + i);
-    }
+    for (; i + 32 <= n; i += 32)
+      _mm512_storeu_si512(to + i, table(_mm256_loadu_si256((const __m256i*)(codes + i))));
     if (i == n) return;
-    numbers_of(t, _mm512_maskz_loadu_epi8(first_bits(n - i), codes + i), v);
-    put_numbers(v, n - i, to + i);
+    const __mmask32 some = (1u << (n - i)) - 1;
+    _mm512_mask_storeu_epi16(to + i, some, table(_mm256_maskz_loadu_epi8(some, codes + i)));
   }
-  void tile(const uint8_t* codes, int64_t n, float scale, f16* to) { decode_block(codes, n, scale, to); }
-#else
-  template <class T> static void tile(const uint8_t* codes, int64_t n, float scale, T* to) {
+#endif
+  template <class T> GC_INLINE void tile(const uint8_t* codes, int64_t n, float scale, T* to) {
     decode_block(codes, n, scale, to);
   }
-#endif
 
-  // The place behind i where the columns end or the next `size` begin.
-  static int64_t block_end(int64_t i, int64_t size, int64_t last) {
-    const int64_t end = (i & -size) + size;
-    return end < last ? end : last;
-  }
+  // Columns [first, last) of the codes of a segment.
   template <class T>
-  inline __attribute__((always_inline)) void tiles(const uint8_t* codes, const uint8_t* scales, int64_t first, int64_t last,
-                              T* to) {
-    for (int64_t i = first, end; i < last; to += end - i, i = end) {
-      end = block_end(i, FP8_TILE, last);
-      float scale;
-      memcpy(&scale, scales + i / FP8_TILE * 4, 4);
-      tile(codes + i, end - i, scale, to);
+  inline __attribute__((always_inline))
+  void tiles(const uint8_t* codes, const uint8_t* scales, int64_t first, int64_t last, T* to) {
+    const auto scale = [scales](int64_t i) __attribute__((always_inline)) {
+      return load<float>(scales + (i >> 7) * 4);
+    };
+    int64_t i = first;
+    if (i % FP8_TILE == 0)
+      for (; i + FP8_TILE <= last; i += FP8_TILE, to += FP8_TILE)
+        tile(codes + i, FP8_TILE, scale(i), to);
+    for (int64_t end; i < last; to += end - i, i = end) {
+      end = (i & -FP8_TILE) + FP8_TILE;
+      end = end < last ? end : last;
+      tile(codes + i, end - i, scale(i), to);
     }
   }
   template <class T>
+  inline __attribute__((always_inline))
   void blocks(const uint8_t* codes, const uint8_t* scales, int64_t first, int64_t last, T* to) {
     for (int64_t i = first, end; i < last; to += end - i, i = end) {
-#if GC_RECORD_TABLES
-      if constexpr (!std::is_same<T, f16>::value) {
-        if (i % MX_BLOCK == 0 && i + 2 * MX_BLOCK <= last) {
-          end = i + 2 * MX_BLOCK;
-          const uint8_t* const s = scales + i / MX_BLOCK;
-          halves(codes + i, 2 * MX_BLOCK, mx_power(s[0]), mx_power(s[1]), to);
-          continue;
-        }
-      }
-#endif
-      end = block_end(i, MX_BLOCK, last);
-      decode_block(codes + i, end - i, mx_power(scales[i / MX_BLOCK]), to);
+      end = (i & -MX_BLOCK) + MX_BLOCK;
+      end = end < last ? end : last;
+      tile(codes + i, end - i, mx_power(scales[i / MX_BLOCK]), to);
     }
   }
-  template <class S, class T> static void plain(const uint8_t* from, int64_t first, int64_t n, T* to) {
-    const uint8_t* const x = from + first * (int64_t)sizeof(S);
-    if constexpr (std::is_same<S, T>::value) copy_bytes(x, n * (int64_t)sizeof(S), (uint8_t*)to);
-    else convert((const S*)x, n, to);
-  }
-  static void copy_bytes(const uint8_t* from, int64_t n, uint8_t* to) {
-    int64_t i = 0;
-    for (; i + GC_VBYTES <= n; i += GC_VBYTES) store(to + i, load<vi>(from + i));
-    if (i < n) memcpy(to + i, from + i, (size_t)(n - i));
+  template <class S, class T> GC_INLINE void plain(const S* from, int64_t n, T* to) {
+    if constexpr (std::is_same<S, T>::value) {
+      const uint8_t* const x = (const uint8_t*)from;
+      const int64_t bytes = n * (int64_t)sizeof(S);
+      int64_t i = 0;
+      for (; i + GC_VBYTES <= bytes; i += GC_VBYTES) store((uint8_t*)to + i, load<vi>(x + i));
+      if (i < bytes) memcpy((uint8_t*)to + i, x + i, (size_t)(bytes - i));
+    } else {
+      convert(from, n, to);
+    }
   }
 
  public:
   explicit RecordReader(const gc_record_format* form) : form_(form) {}
 
-  // Columns [first, first + n) of a record.
-  template <class T> void columns(const uint8_t* from, int64_t first, int64_t n, T* to) {
+  // Columns [first, first + n) of some records, as rows of `to` that are `step` apart.
+  template <class T>
+  void columns(const uint8_t* const* from, int64_t count, int64_t first, int64_t n, T* to, int64_t step) {
+    int64_t at = 0;
     for (int64_t k = 0; n > 0; k++) {
       const gc_segment& s = form_->segment[k];
       if (first < s.width) {
-        const int64_t last = first + n < s.width ? first + n : s.width;
-        if (s.kind == PLAIN_F32) plain<float>(from, first, last - first, to);
-        else if (s.kind == PLAIN_BF16) plain<bf16>(from, first, last - first, to);
-        else if (s.kind == PLAIN_F16) plain<f16>(from, first, last - first, to);
-        else if (is_mx(s.kind)) blocks(from, from + s.width, first, last, to);
-        else tiles(from, from + s.width, first, last, to);
-        to += last - first;
-        n -= last - first;
+        const int64_t last = first + n < s.width ? first + n : s.width, width = last - first;
+        const auto each = [&](auto&& read) __attribute__((always_inline)) {
+          T* row = to;
+          for (int64_t j = 0; j < count; j++, row += step) read(from[j] + at, row);
+        };
+        if (s.kind == PLAIN_F32)
+          each([&](const uint8_t* x, T* row) { plain((const float*)x + first, width, row); });
+        else if (s.kind == PLAIN_BF16)
+          each([&](const uint8_t* x, T* row) { plain((const bf16*)x + first, width, row); });
+        else if (s.kind == PLAIN_F16)
+          each([&](const uint8_t* x, T* row) { plain((const f16*)x + first, width, row); });
+        else if (is_mx(s.kind))
+          each([&](const uint8_t* x, T* row) { blocks(x, x + s.width, first, last, row); });
+        else
+          each([&](const uint8_t* x, T* row) { tiles(x, x + s.width, first, last, row); });
+        to += width;
+        n -= width;
         first = 0;
       } else {
         first -= s.width;
       }
-      from += segment_bytes(s);
+      at += segment_bytes(s);
     }
   }
-  template <class T> void row(const uint8_t* from, T* to) { columns(from, 0, form_->width, to); }
+  template <class T> void rows(const uint8_t* const* from, int64_t count, T* to) {
+    columns(from, count, 0, form_->width, to, form_->width);
+  }
 };
 
 }  // namespace gc

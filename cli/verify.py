@@ -1,4 +1,4 @@
-"""`graphc verify MODEL [--bisect]`"""
+"""`graphc verify MODEL [--bisect | --quality]`"""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import click
 import msgspec
 
 from cli.options import BuildOptions, build_options
+from cli.quality import Budgets, quality_options
+from cli.quality import quality as judged
 from cli.render import print_json, print_passes
-from graphc.errors import NumericsError
+from graphc.errors import NumericsError, UsageError
 from graphc.report import BisectRecord, PassRecord
 
 
@@ -22,16 +24,39 @@ from graphc.report import BisectRecord, PassRecord
 @click.option("--bisect", is_flag=True, help="Name the first pass and node that break it.")
 @click.option("--rtol", type=float, default=1e-4, show_default=True, help="Relative tolerance.")
 @click.option("--atol", type=float, default=1e-5, show_default=True, help="Absolute tolerance.")
+@quality_options
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def verify(
-    model: str, bisect: bool, rtol: float, atol: float, as_json: bool, **options: Any
+    model: str,
+    bisect: bool,
+    rtol: float,
+    atol: float,
+    quality: bool,
+    text: Path | None,
+    tokens: int | None,
+    max_perplexity_change: float | None,
+    min_mass: float | None,
+    max_recall_drop: float | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Run the graph in eager torch before and after each pass, and compare.
 
     A pass fails if an output differs by more than --atol, and by more than --rtol of the output's
     largest value. Exit code 5 if one does.
+
+    With --quality: run a language model plain and narrowed by each --quant alone and all together,
+    and report perplexity, the indexers' choice of keys and every layer's error (docs/quality.md).
     """
     build = BuildOptions(**options)
+    budgets = Budgets(max_perplexity_change, min_mass, max_recall_drop)
+    if quality:
+        if bisect:
+            raise UsageError("expected either --bisect or --quality")
+        judged(model, build, text, tokens, budgets, as_json)
+        return
+    if text is not None or tokens is not None or budgets != Budgets():
+        raise UsageError("expected --quality with --text, --tokens and budgets")
     if bisect:
         found = build.bisect(model, rtol=rtol, atol=atol)
         if as_json:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from msgspec import structs
@@ -34,7 +33,7 @@ from graphc.frontends.decoder.resolve import opened_decoder
 from graphc.frontends.decoder.stateful import StatefulDecoder
 from graphc.frontends.huggingface import tokenizer_text
 from graphc.garbage import rarely_collected
-from graphc.ir.graph import Graph
+from graphc.ir.graph import Graph, Value
 from graphc.ir.specialise import specialise
 from graphc.lowering.classify import native_operators
 from graphc.plan import DecoderPlan
@@ -53,9 +52,11 @@ BATCH = 8
 TOKENIZER = "tokenizer.json"
 #: lengths that a phase has for good: sequences B, new tokens of each T, scores of each K
 FIXED: dict[str, dict[str, int]] = {
-    "prefill": {"B": 1, "K": 1}, "decode": {"T": 1, "K": 1}, "verify": {},
+    "prefill": {"B": 1, "K": 1}, "decode": {"T": 1, "K": 1}, "verify": {}, "score": {"B": 1},
 }  # fmt: skip
 CAPTURES = 3  # at most, to cover all lengths of a sequence
+#: values of a captured graph, the passes behind it, that a plan is to give besides the scores
+Watch = Callable[[Graph], Mapping[str, Value]]
 #: what a capture says of its range where another capture holds for the rest
 _OWN_NOTES = ("M is proven for", "the model is not proven for the whole range")
 
@@ -64,13 +65,15 @@ _OWN_NOTES = ("M is proven for", "the model is not proven for the whole range")
 class Limits:
     """chunk: tokens of a prompt in one run; batch: sequences of one decode; context: tokens of a
     sequence; sequences: how many the states have room for at full length; drafts: tokens of a
-    sequence in one verify, 0 where there is no such phase."""
+    sequence in one verify, 0 where there is no such phase. score: the one phase scores every token
+    of a piece of one sequence."""
 
     chunk: int
     batch: int
     context: int
     sequences: int
     drafts: int = 0
+    score: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,20 @@ class Phases:
     graphs: tuple[tuple[str, Graph], ...]
     origins: tuple[Graph, ...]
     decoder: DecoderPlan
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model that is captured for all lengths, for any number of builds."""
+
+    name: str
+    decoder: StatefulDecoder
+    captures: tuple[Captured, ...]
+    limits: Limits
+    buckets: Mapping[str, int]
+    seconds: float
+    text: str
+    files: Mapping[str, str]
 
 
 @rarely_collected()
@@ -110,11 +127,50 @@ def build(
     Raises GraphcError: one of graphc.errors, with what, where and what to do.
     """
     options = options or Options()
-    asked = quantization(options.quant)
-    pipeline(options.disable_pass, options.pass_options)  # wrong words come out before any work
+    precision_policy(Shapes.load(options.shapes), options)  # wrong words: before any work
+    most = batch or BATCH
+    limits = Limits(chunk or CHUNK, most, 0, sequences or most, drafts or 0)
+    return build_traced(trace(model, options, limits, dtype=dtype), output, options)
+
+
+@rarely_collected()
+def trace(
+    model: str | torch.nn.Module, options: Options, limits: Limits, *, dtype: str | None = None
+) -> Traced:
+    """The model's captures. limits: a context, unless it is 0, bounds the buckets that are taken
+    where `options` asks for none; it becomes that of the largest bucket, and a chunk is no longer
+    than that. Arguments and errors otherwise as `build`."""
     table = Shapes.load(options.shapes)
-    policy = precision_policy(table, options)
+    clock = time.perf_counter()
+    if options.progress is not None:
+        options.progress("capture", 0, 0)
+    with opened_decoder(model, dtype=dtype, pages=TRACED_PAGES, slots=TRACED_SLOTS) as found:
+        decoder, longest = found
+        most = min(longest, limits.context or longest)
+        buckets = contexts(table, options.buckets, longest if options.buckets else most)
+        context = max(buckets.values())
+        limits = replace(limits, chunk=min(limits.chunk, context), context=context)
+        if limits.score:
+            limits = replace(limits, batch=1, drafts=limits.chunk)
+        _check(limits)
+        captures = _captures(decoder, limits, native_operators())
+        text, files = _text(model, decoder)
+    name = Path(model).name if isinstance(model, str) else type(model).__name__
+    seconds = time.perf_counter() - clock
+    return Traced(name, decoder, captures, limits, buckets, seconds, text, files)
+
+
+@rarely_collected()
+def build_traced(
+    traced: Traced, output: Path, options: Options, watch: Watch | None = None
+) -> BuildReport:
+    """Builds a plan of what `trace` captured, for the same buckets. watch: the plan also gives the
+    values that it names, beside the scores. Errors as `build`."""
+    asked = quantization(options.quant)
+    policy = precision_policy(Shapes.load(options.shapes), options)
+    decoder = traced.decoder
     records: list[PassRecord] = []
+    watched: list[Mapping[str, Value]] = []
 
     def prepare(graph: Graph) -> Graph:
         index = [spec.buffer for spec in decoder.specs if spec.index]
@@ -126,33 +182,48 @@ def build(
             progress=options.progress,
         )  # fmt: skip
         records.extend(found)
+        if watch is not None:
+            watched.append(watch(made))
+            made = replace(made, results=(*made.results, *watched[-1].values()))
         return made
 
     clock = time.perf_counter()
-    if options.progress is not None:
-        options.progress("capture", 0, 0)
-    with opened_decoder(model, dtype=dtype, pages=TRACED_PAGES, slots=TRACED_SLOTS) as found:
-        decoder, longest = found
-        context = max(contexts(table, options.buckets, longest).values())
-        most = batch or BATCH
-        room = sequences or most
-        limits = Limits(min(chunk or CHUNK, context), most, context, room, drafts or 0)
-        _check(limits)
-        phases = capture_decoder(decoder, limits, keep=native_operators(), prepare=prepare)
-        asked.check(records)
-        text, files = _text(model, decoder)
-        stop, begin = list(decoder.stop), list(decoder.begin)
-    stages = (*options.stages, StageRecord("capture", time.perf_counter() - clock))
+    phases = _phase_graphs(traced.captures, decoder, traced.limits, prepare)
+    asked.check(records)
+    seconds = traced.seconds + time.perf_counter() - clock
+    stages = (*options.stages, StageRecord("capture", seconds))
     rest = replace(options, stages=stages, quant=())  # what was asked for is done
-    name = model if isinstance(model, str) else type(model).__name__
     return build_captured(
-        phases.captured, Path(output), rest, model=Path(name).name,
-        source="decoder", sides=phase_sides(phases, table, options.buckets),
-        decoder=structs.replace(phases.decoder, stop=stop, begin=begin, text=text),
-        files=files,
+        _with_results(phases.captured, watched), Path(output), rest, model=traced.name,
+        source="decoder",
+        sides=phase_sides(phases, traced.buckets),
+        decoder=structs.replace(
+            phases.decoder, stop=list(decoder.stop), begin=list(decoder.begin), text=traced.text
+        ),
+        files=traced.files,
         records=records,
         policy=policy,
     )  # fmt: skip
+
+
+def _with_results(captured: Captured, watched: Sequence[Mapping[str, Value]]) -> Captured:
+    """Captured as a plan that also gives what is watched, by name."""
+    if not watched:
+        return captured
+    names = list(watched[0])
+    if any(list(found) != names for found in watched):
+        raise CaptureError(
+            "the decoder is captured in parts for different lengths, which cannot be watched alike",
+            hint="build for a smaller bucket",
+        )
+    graph, first = captured.graph, len(captured.graph.results)
+    tree = [*captured.results["dict"], *([n, {"leaf": first + i}] for i, n in enumerate(names))]
+    return replace(
+        captured,
+        graph=replace(graph, results=(*graph.results, *watched[0].values())),
+        results={"dict": tree},
+        result_names=(*captured.result_names, *names),
+    )
 
 
 def _check(limits: Limits) -> None:
@@ -184,19 +255,15 @@ def capture_decoder(
     Raises:
         CaptureError: it cannot be traced for all lengths.
     """
-    page = decoder.page
-    columns = max(3, -(-limits.context // page))  # as an example has; and five tokens
-    batch = Dim("B", min=1, max=max(2, limits.batch))
-    length = Dim("T", min=1, max=max(5, limits.chunk))
-    shapes = {
-        "input_ids": {0: batch, 1: length},
-        "start": {0: batch},
-        "table": {0: batch, 1: Dim("M", min=1, max=columns)},
-        "slots": {0: batch},
-        "kept": {0: Dim("K", min=1, max=max(2, limits.drafts))},
-    }
-    captures = _captures(decoder, shapes, columns, keep)
-    captured = captures[0]
+    return _phase_graphs(_captures(decoder, limits, keep), decoder, limits, prepare)
+
+
+def _phase_graphs(
+    captures: Sequence[Captured], decoder: StatefulDecoder, limits: Limits,
+    prepare: Callable[[Graph], Graph],
+) -> Phases:  # fmt: skip
+    """The graphs of a decoder's phases."""
+    captured, page, columns = captures[0], decoder.page, _columns(decoder, limits)
     pages = 1 + columns * limits.sequences
     slots = limits.sequences
     kinds = {spec.buffer: spec.kind for spec in decoder.specs}
@@ -229,6 +296,8 @@ def capture_decoder(
 
 def _phases(limits: Limits) -> dict[str, dict[str, tuple[int, int]]]:
     """The ranges of each phase's symbols."""
+    if limits.score:
+        return {"score": {"T": (1, limits.chunk), "K": (1, limits.chunk)}}
     made: dict[str, dict[str, tuple[int, int]]] = {
         "prefill": {"T": (1, limits.chunk)},
         "decode": {"B": (1, limits.batch)},
@@ -239,11 +308,26 @@ def _phases(limits: Limits) -> dict[str, dict[str, tuple[int, int]]]:
     return made
 
 
+def _columns(decoder: StatefulDecoder, limits: Limits) -> int:
+    """The most pages of a sequence; at least as an example has."""
+    return max(3, -(-limits.context // decoder.page))
+
+
 def _captures(
-    decoder: StatefulDecoder, shapes: Any, columns: int, keep: frozenset[str]
-) -> list[Captured]:
-    """Captures that hold for 1 to `columns` pages together: where a model takes the least of a
-    number and the length, one holds below it and another beyond it."""
+    decoder: StatefulDecoder, limits: Limits, keep: frozenset[str]
+) -> tuple[Captured, ...]:
+    """Captures that hold for all lengths together: where a model takes the least of a number and
+    the length, one holds below it and another beyond it."""
+    columns = _columns(decoder, limits)
+    batch = Dim("B", min=1, max=max(2, limits.batch))
+    length = Dim("T", min=1, max=max(5, limits.chunk))  # five, as an example has
+    shapes = {
+        "input_ids": {0: batch, 1: length},
+        "start": {0: batch},
+        "table": {0: batch, 1: Dim("M", min=1, max=columns)},
+        "slots": {0: batch},
+        "kept": {0: Dim("K", min=1, max=max(2, limits.drafts))},
+    }
     made: list[Captured] = []
     low = 1
     while low <= columns and len(made) < CAPTURES:
@@ -260,7 +344,7 @@ def _captures(
             f"the decoder is not shown to hold for sequences of more than {(low - 1)} pages",
             hint="build for a smaller bucket",
         )
-    return made
+    return tuple(made)
 
 
 def _stretches(graph: Graph, page: int) -> list[tuple[int, int]]:
@@ -310,10 +394,9 @@ def contexts(table: Shapes, names: Sequence[str], longest: int) -> dict[str, int
     return dict(sorted(made.items(), key=lambda item: item[1]))
 
 
-def phase_sides(phases: Phases, table: Shapes, names: Sequence[str]) -> list[Side]:
-    """What to build: every phase's graph, planned for every context."""
+def phase_sides(phases: Phases, asked: Mapping[str, int]) -> list[Side]:
+    """What to build: every phase's graph, planned for every context by its bucket."""
     facts = phases.decoder
-    asked = contexts(table, names, facts.context)
     lengths = {"T": facts.chunk, "B": facts.batch, "K": facts.drafts}
 
     def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:

@@ -64,6 +64,15 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.ops": IR,
     "graphc.dsl": IR | {"graphc.ops"},
     "graphc.models": set(),
+    "graphc.quality": IR
+    | {
+        "graphc.api",
+        "graphc.decoders",
+        "graphc.ops",
+        "graphc.quantization",
+        "graphc.runtime",
+        "graphc.shapes",
+    },
     "graphc.kernels": GROUND,
     "graphc.rewrite": IR | {"graphc.ops", "graphc.report"},
     "graphc.frontends": IR | {"graphc.ops", "graphc.shapes"},

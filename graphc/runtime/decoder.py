@@ -133,7 +133,14 @@ class Decoder:
     def _run(self, sequences: Many[Sequence], ids: NDArray[np.int64], keep: int = 1) -> Logits:
         """Appends ids [B, T], for which there is room; gives the logits [B, keep, V] behind the
         last ones."""
-        answer = self.session.run(
+        logits: Logits = self._answer(sequences, ids, keep)["logits"]
+        return logits
+
+    def _answer(
+        self, sequences: Many[Sequence], ids: NDArray[np.int64], keep: int
+    ) -> dict[str, NDArray[Any]]:
+        """All results by name."""
+        answer: dict[str, NDArray[Any]] = self.session.run(
             input_ids=ids, start=np.array([s.length for s in sequences], np.int32),
             table=self._table(sequences, ids.shape[1]),
             slots=np.array([s.slot for s in sequences], np.int32),
@@ -141,8 +148,7 @@ class Decoder:
         )  # fmt: skip
         for sequence in sequences:
             sequence.length += ids.shape[1]
-        logits: Logits = answer["logits"]
-        return logits
+        return answer
 
     def _table(self, sequences: Many[Sequence], more: int) -> NDArray[np.int32]:
         """int32 [B, M]: the pages of the tokens that there are and of the next `more`, in the
@@ -246,6 +252,24 @@ class Sequence:
         """Appends K tokens: float32 [K, V], what K calls of `decode` give."""
         scores: Logits = self.decoder.verify([self], np.asarray(tokens, np.int64)[None])[0]
         return scores
+
+    def score(self, tokens: ArrayLike) -> dict[str, NDArray[Any]]:
+        """Appends up to a chunk of tokens, with a plan that `watch` was given for
+        (`graphc.decoders.build`): what it watches, and "logits" float32 [1, T, V].
+
+        Raises UsageError: no tokens, or more than fit; the sequence is as it was then.
+        """
+        ids = np.asarray(tokens, np.int64).reshape(-1)
+        chunk = self.decoder.facts.chunk
+        if not 1 <= len(ids) <= chunk:
+            raise UsageError(f"expected 1 to {chunk} tokens, found {len(ids)}")
+        self._reserve(len(ids))
+        return self.decoder._answer([self], ids[None], len(ids))
+
+    def rows(self, state: str) -> NDArray[Any]:
+        """A copy of what one of the plan's states of rows holds of this sequence [length, W]."""
+        held = self.decoder.session.states[state][self.pages]
+        return held.reshape(-1, held.shape[-1])[: self.length]
 
     def fork(self) -> Sequence:
         """Another sequence with the same past; pages are shared until one of them is written."""

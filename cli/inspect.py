@@ -10,6 +10,7 @@ import msgspec
 from cli.fusion import fusion, print_fusion
 from cli.inputs import make_lengths
 from cli.plans import PlanFolder
+from cli.precision import print_precision
 from cli.render import (
     bucket_line,
     compiled,
@@ -30,7 +31,7 @@ from graphc.report import TuningRecord
 
 VIEWS = (
     "summary", "passes", "fusion", "graph", "memory", "kernels", "buckets", "fallbacks", "tuning",
-    "roofline",
+    "roofline", "precision",
 )  # fmt: skip
 
 
@@ -69,6 +70,7 @@ def inspect(
     buckets    the programs of the plan and their limits
     fallbacks  what runs through torch, and why
     tuning     what --tune measured, and what won
+    precision  formats and bytes by class of tensors, and the policy in force
     roofline   the least time of each step at the machine's peaks (graphc doctor --calibrate)
     """
     folder = PlanFolder.open(plan)
@@ -155,6 +157,10 @@ def _passes(folder: PlanFolder) -> None:
 
 def _fusion(folder: PlanFolder) -> None:
     print_fusion(folder.report)
+
+
+def _precision(folder: PlanFolder) -> None:
+    print_precision(folder.report.precision)
 
 
 def _graph(folder: PlanFolder) -> None:
@@ -244,4 +250,5 @@ _TEXT = {
     "buckets": _buckets,
     "fallbacks": _fallbacks,
     "tuning": _tuning,
+    "precision": _precision,
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphc.garbage import rarely_collected
 from graphc.quantization import OPENS, quantization
-from graphc.report import BisectRecord, BuildReport, PassRecord, StageRecord
+from graphc.report import BisectRecord, BuildReport, PassRecord, PrecisionReport, StageRecord
 from graphc.toolchain.isa import Isa
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from graphc.frontends.capture import Captured
     from graphc.ir.graph import Graph
     from graphc.lowering.program import PlannedMemory
-    from graphc.plan import DecoderPlan, Step
+    from graphc.plan import DecoderPlan, Plan, Step
     from graphc.precision import Precision
     from graphc.runtime.calibration import Peaks
     from graphc.shapes import Shapes
@@ -175,6 +175,14 @@ def build_captured(
         asked.check(found)
         return checked(made, policy, source), found
 
+    def describe(
+        graphs: Sequence[tuple[str, Graph]], plan: Plan, report: BuildReport,
+        dtypes: Mapping[str, str],
+    ) -> PrecisionReport:  # fmt: skip
+        from passes.quantization.tensor_classes import precision_report
+
+        return precision_report(graphs, *_facts(plan, report, dtypes), policy=policy)
+
     def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:
         return table.buckets_for(model, options.phase, ranges, only=list(options.buckets))
 
@@ -206,10 +214,28 @@ def build_captured(
                 decoder=decoder,
                 files=files or {},
                 records=records,
+                describe=describe,
             )
         )
     finally:
         store.close()
+
+
+def _facts(plan: Plan, report: BuildReport, dtypes: Mapping[str, str]) -> tuple[Any, Any, Any]:
+    """What `precision_report` asks of a plan: weights, arenas, and how sequences share states."""
+    from passes.quantization.tensor_classes import Arena, Sequences, StoredWeight
+
+    weights = [StoredWeight(w.origin or w.name, w.dtype, w.offset, w.nbytes) for w in plan.weights]
+    arenas = [
+        Arena(
+            memory.phase, memory.bucket, bucket.limits, memory.arena_bytes,
+            [(dtypes[i.name], i.nbytes) for i in memory.intervals if i.name in dtypes],
+        )
+        for memory, bucket in zip(report.memory, report.buckets, strict=True)
+    ]  # fmt: skip
+    facts = plan.decoder
+    shared = Sequences() if facts is None else Sequences(facts.page, facts.context, facts.slots)
+    return weights, arenas, shared
 
 
 @rarely_collected()

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import sympy
+from msgspec.structs import replace
 
 import graphc
 from graphc.build_report import build_report
@@ -43,7 +44,13 @@ from graphc.plan import (
     Tensor,
 )
 from graphc.plan_io import KERNELS, WEIGHTS, WORK, Content, WeightsWriter, write_plan
-from graphc.report import BuildReport, PassRecord, StageRecord, TuningRecord
+from graphc.report import (
+    BuildReport,
+    PassRecord,
+    PrecisionReport,
+    StageRecord,
+    TuningRecord,
+)
 from graphc.shapes import Bucket
 from graphc.store import KernelStore
 from graphc.toolchain.compile import CompileReport, compile_units
@@ -52,6 +59,11 @@ from graphc.toolchain.isa import Isa
 from graphc.toolchain.link import link
 
 Progress = Callable[[str, int, int], None]
+#: the formats in a plan, of its graphs (with their phases), the report so far, and the dtypes of
+#: lowered values by name
+Describe = Callable[
+    [Sequence[tuple[str, Graph]], Plan, BuildReport, Mapping[str, str]], PrecisionReport
+]
 #: decides the choices of a graph at given lengths of its symbols, one entry per bucket
 Tune = Callable[
     [Graph, tuple[Mapping[str, int], ...]], tuple[dict[str, Candidate], list[TuningRecord]]
@@ -94,6 +106,7 @@ class Request:
     records: Sequence[PassRecord] = ()  # of passes that made the sides' graphs
     decoder: DecoderPlan | None = None
     files: Mapping[str, Content] = field(default_factory=dict)  # further files of the plan folder
+    describe: Describe | None = None
 
 
 def build_plan(request: Request) -> BuildReport:
@@ -106,6 +119,7 @@ class _Build:
         self.request = request
         self.stages = list(request.stages)
         self.tuned: list[TuningRecord] = []
+        self.graphs: list[tuple[str, Graph]] = []  # behind the passes
         self.show = request.progress or (lambda text, done, total: None)
 
     def _timed(self, name: str, action: Callable[[], Any]) -> Any:
@@ -166,6 +180,7 @@ class _Build:
         """A side as Steps; its weights stand behind those of the sides before."""
         graph, more = self._timed("passes", lambda: self.request.transform(side.graph, side.phase))
         records += more
+        self.graphs.append((side.phase, graph))
         lowered = self._lower(graph, side)
         if before and [k for k, _ in lowered.results] != [k for k, _ in before[0].results]:
             raise UnsupportedError(
@@ -257,6 +272,10 @@ class _Build:
                 compiler=compiler.identity, level=request.isa.level, stages=self.stages,
                 passes=records, sources=sources, notes=request.captured.notes, tuning=self.tuned,
             )  # fmt: skip
+            if request.describe is not None:
+                dtypes = _dtypes([side.graph for side in sides])
+                precision = request.describe(self.graphs, plan, report, dtypes)
+                report = replace(report, precision=precision)
             files: dict[str, Content] = {
                 **request.files,
                 KERNELS: library,
@@ -365,6 +384,11 @@ def source_names(sides: Sequence[Lowered]) -> dict[str, str]:
         if isinstance(step, KernelStep):
             names.setdefault(step.symbol, f"{step.symbol}.cpp")
     return names
+
+
+def _dtypes(graphs: Sequence[Graph]) -> dict[str, str]:
+    values = (v for graph in graphs for node in graph.nodes for v in node.outputs)
+    return {v.name: v.type.dtype for v in values if isinstance(v.type, TensorType)}
 
 
 def _tensor(name: str, type_: TensorType, table: Expressions) -> Tensor:

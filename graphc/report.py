@@ -187,6 +187,46 @@ class StageRecord(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class RoleRecord(msgspec.Struct, frozen=True):
+    """What a role may be narrowed to (none: it is kept), and who said so."""
+
+    role: str
+    formats: list[str]
+    origin: str
+
+
+class TensorClassRecord(msgspec.Struct, frozen=True):
+    """Tensors of one class that go one way.
+
+    kind: "projection weights", "KV cache pages", ... path: the formats they are in on their way
+    through the plan. place: "weights", "states", "arena" or "registers". tensors: how many there
+    are, in all phases together. nbytes: what the plan holds of them; of activations the arena of
+    `phase` and `bucket`, its largest, and of the residual stream one of its values there.
+    token_nbytes: of states that grow, for a token of one sequence; bucket_nbytes: of states, for
+    one sequence as long as the largest bucket holds. narrowed: formats that a policy judges;
+    allowed: the rule that let them pass.
+    """
+
+    kind: str
+    path: str
+    place: str
+    tensors: int
+    nbytes: int
+    token_nbytes: float = 0.0
+    bucket_nbytes: int = 0
+    phase: str = ""
+    bucket: str = ""
+    narrowed: list[str] = []
+    allowed: str = ""
+
+
+class PrecisionReport(msgspec.Struct, frozen=True):
+    """The policy of mixed precision in force, and the path of every class of tensors."""
+
+    policy: list[RoleRecord]
+    classes: list[TensorClassRecord]
+
+
 class BuildReport(msgspec.Struct, frozen=True):
     """Everything `graphc inspect` shows that the plan's own tables don't hold.
 
@@ -209,6 +249,7 @@ class BuildReport(msgspec.Struct, frozen=True):
     notes: list[str] = []
     tuning: list[TuningRecord] = []
     layers: list[LayerRecord] = []
+    precision: PrecisionReport | None = None
     format: int = FORMAT
 
     @property

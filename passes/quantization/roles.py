@@ -57,6 +57,7 @@ class Roles:
         self._made: dict[Value, int] = {}
         #: what reads a value, or what is made of it element by element
         self._leads: dict[Value, frozenset[str]] = {}
+        self._readers: dict[Value, list[tuple[Node, str]]] | None = None
         self._forward()
         self._backward()
 
@@ -86,7 +87,7 @@ class Roles:
         elif name == "graphc.residual_mix":
             yield from _named(node, ("candidates",), "residual", self.dtype)
         elif name in _SOFTMAX:
-            if "product" in self._of(node.outputs[0]):
+            if self.is_weighting(node):
                 yield Use(node.args[0], "attention", node)
         elif name in _CHOICES:
             index = node.args[0] in self._scores
@@ -106,6 +107,25 @@ class Roles:
     def is_router(self, node: Node) -> bool:
         """Whether it is a product that gives scores of experts."""
         return bool(self._of(node.outputs[0]) & {"route", "experts"})
+
+    def is_head(self, node: Node) -> bool:
+        """Whether what it gives is the model's result, and nothing else."""
+        return self._of(node.outputs[0]) == {"result"}
+
+    def is_weighting(self, node: Node) -> bool:
+        """Whether it is a softmax whose shares a product weighs something with."""
+        return packet(node) in _SOFTMAX and "product" in self._of(node.outputs[0])
+
+    def is_constant(self, value: Value) -> bool:
+        """Whether it is made of weights and numbers alone."""
+        return value in self._constant
+
+    def readers_of(self, state: Value) -> list[tuple[Node, str]]:
+        """The operators that read the content of a state, with the role it has there: "state",
+        "index" or "cache"."""
+        if self._readers is None:
+            self._readers = self._find_readers()
+        return self._readers.get(state, [])
 
     # -- by operator ------------------------------------------------------------------------
 
@@ -181,7 +201,24 @@ class Roles:
             elif made >= 0:
                 self._made.update((v, made) for v in node.outputs)
 
+    def _find_readers(self) -> dict[Value, list[tuple[Node, str]]]:
+        content = {state: {state} for state in self.graph.states}
+        found: dict[Value, list[tuple[Node, str]]] = {}
+        for node, given in self._nodes:
+            for use in self.of(node):
+                role = use.role.rpartition(" or ")[2]
+                if role in ("state", "index", "cache"):
+                    for state in content.get(use.value, ()):
+                        found.setdefault(state, []).append((node, role))
+            states = set().union(*(content.get(v, ()) for v in given))
+            if states and not is_new(node):
+                content.update((v, states) for v in node.outputs)
+        return found
+
     def _backward(self) -> None:
+        for value in self.graph.results:
+            if isinstance(value, Value):
+                self._leads[value] = frozenset(("result",))
         for node, given in reversed(self._nodes):
             for value, tags in self._read(node, given):
                 self._leads[value] = self._of(value) | tags

@@ -1,8 +1,8 @@
-// Products with weights of 8 or 4 bits (quantized_panels.h), in the storage type and form of
-// GC_QUANTIZED: tag, how rows are packed and summed, form. Few rows read codes in registers where there
-// are dot products of bf16; otherwise a chunk of a panel is spelled out once and serves all rows of a
-// block.
+// Products with weights of 8 or 4 bits (quantized_panels.h). GC_QUANTIZED: tag, how rows are packed and
+// summed, form of the weight. With dot products of bf16, few rows read codes in registers; otherwise a
+// chunk of a panel is spelled out once and serves all rows of a block.
 #include <type_traits>
+#include <utility>
 
 #include "quantized_panels.h"
 
@@ -51,7 +51,7 @@ struct Quantized : Base {
 #if defined(__AVX512BF16__)
     if constexpr (paired) {
       if (ldb == 0) {
-        few(mr, a, *(const Codes*)b, (k + 1) / 2, c, ldc, add);
+        few(mr, a, *(const Codes*)b, (k + 1) / 2, c, ldc, add, tile_rows{});
         return;
       }
     }
@@ -74,19 +74,15 @@ struct Quantized : Base {
   }
 
 #if defined(__AVX512BF16__)
-  static constexpr int64_t FEW = 28;  // beyond, spelling out once costs less than once a tile
-  static constexpr int64_t TILE = 6;
+  // Beyond FEW rows, spelling out once costs less than once a tile.
+  static constexpr int64_t TILE = 12, FEW = 3 * TILE;
+  typedef std::make_integer_sequence<int, TILE> tile_rows;
 
+  template <int... R>
   static void few(int64_t mr, const packed* a, Codes codes, int64_t k, float* c, int64_t ldc,
-                  bool add) {
+                  bool add, std::integer_sequence<int, R...>) {
     typedef void (*kernel)(const uint32_t*, int64_t, Codes, int64_t, float*, int64_t, bool);
-    static const kernel kernels[TILE + 1] = {nullptr,
-                                             micro_codes<Form, 1>,
-                                             micro_codes<Form, 2>,
-                                             micro_codes<Form, 3>,
-                                             micro_codes<Form, 4>,
-                                             micro_codes<Form, 5>,
-                                             micro_codes<Form, 6>};
+    static const kernel kernels[TILE + 1] = {nullptr, micro_codes<Form, R + 1>...};
     const int64_t tiles = (mr + TILE - 1) / TILE;
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t r = t * mr / tiles, rows = (t + 1) * mr / tiles - r;

@@ -9,21 +9,23 @@
 // zero-padded. 4-bit codes times their scales are exact in bf16: bf16 scales of theirs have five
 // significant bits. One write of it: graphc/ops/weight_forms.py.
 #pragma once
-#include "isa.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "widen.h"
 
 namespace gc {
 
 constexpr int64_t SCALE_BYTES = 64;
 constexpr int64_t CODE_UNIT = 128;  // steps: a multiple of every form's group
 
-// Two's complement of 8 bits.
+// Sign and magnitude of 8 bits: 128 magnitudes are what one look-up takes.
 struct int8_form {
   static constexpr int bits = 8;
+  static constexpr bool powers = false;
   static constexpr int64_t group = 128, span = 128;
+  // the code in the upper eight bits of each lane
+  GC_INLINE vf spelled(vi code) {
+    const vf size = __builtin_convertvector((vi)((vu)code >> 24) & 127, vf);
+    return (vf)((vi)size | (code & (int32_t)0x80000000));
+  }
 };
 
 // Two's complement of 4 bits.
@@ -84,68 +86,60 @@ GC_INLINE const uint8_t* block_at(const uint8_t* panel, int64_t step) {
 template <class Form>
 GC_INLINE vf scales_at(const uint8_t* panel, int64_t step, int64_t column) {
   const uint8_t* const line = panel + (step / Form::span + 1) * record_bytes<Form> - SCALE_BYTES;
-  if constexpr (Form::bits == 4 && Form::span != Form::group) {
+  if constexpr (Form::powers) {
     const uint8_t* const row = line + step % Form::span / Form::group * GC_NR + column;
-    // 2^-127 has no exponent of its own
 #if defined(__AVX512F__)
-    const __m512i e = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)row));
-    return (vf)(((vi)e << 23) | (((vi)e == 0) & 0x400000));
+    const vi e = (vi)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)row));
+#elif defined(__AVX2__)
+    const vi e = (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)row));
 #else
-    vi bits;
-    for (int i = 0; i < VL; i++) bits[i] = row[i] ? (int32_t)row[i] << 23 : 0x400000;
-    return (vf)bits;
+    vi e;
+    for (int i = 0; i < VL; i++) e[i] = row[i];
 #endif
+    return (vf)((e << 23) | ((e == 0) & 0x400000));  // 2^-127 has no exponent of its own
   } else {
-    const uint8_t* const row = line + 2 * column;
-#if defined(__AVX512F__)
-    return (vf)((vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)row)) << 16);
-#else
-    return (vf)(__builtin_convertvector(load<vh>(row), vu) << 16);
-#endif
+    return from_bf16(load<vh>(line + 2 * column));
   }
 }
 
 // dst[count][32]: codes times scales, exactly, of steps from `at` on.
 template <class Form>
 static void spell_floats(Codes at, int64_t count, float* dst) {
-  constexpr int64_t vectors = GC_NR / VL;
-  if constexpr (Form::bits == 8) {
-    for (int64_t i = 0; i < count; i += 2) {
-      const uint8_t* const pairs = block_at<Form>(at.panel, at.step + i);
+  for (int64_t g = 0; g < count; g += Form::group) {
+    const int64_t end = count - g < Form::group ? count : g + Form::group;
 #pragma GCC unroll 8
-      for (int64_t v = 0; v < vectors; v++) {
-        const vf scale = scales_at<Form>(at.panel, at.step + i, v * VL);
-        const vi both = (vi)__builtin_convertvector(load<vh>(pairs + 2 * v * VL), vu) << 16;
-        store(dst + i * GC_NR + v * VL, __builtin_convertvector((both << 8) >> 24, vf) * scale);
-        if (i + 1 < count)
-          store(dst + (i + 1) * GC_NR + v * VL, __builtin_convertvector(both >> 24, vf) * scale);
-      }
-    }
-  } else {
+    for (int64_t column = 0; column < GC_NR; column += VL) {
+      const vf scale = scales_at<Form>(at.panel, at.step + g, column);
+      if constexpr (Form::bits == 8) {
+        const uint8_t* pairs = block_at<Form>(at.panel, at.step + g) + 2 * column;
+        for (int64_t i = g; i < end; i += 2, pairs += 2 * GC_NR) {
+          const vi both = (vi)from_bf16(load<vh>(pairs));  // in the upper half of a lane
+          float* const out = dst + i * GC_NR + column;
+          store(out, Form::spelled(both << 8) * scale);
+          if (i + 1 < end) store(out + GC_NR, Form::spelled(both) * scale);
+        }
+      } else {
 #if defined(__AVX512F__)
-    const __m512 table = _mm512_loadu_ps(Form::values);
+        const __m512 table = _mm512_loadu_ps(Form::values);
 #endif
-    for (int64_t i = 0; i < count; i += 8) {
-      const uint8_t* const block = block_at<Form>(at.panel, at.step + i);
-      const int64_t steps = count - i < 8 ? count - i : 8;
-#pragma GCC unroll 8
-      for (int64_t v = 0; v < vectors; v++) {
-        const vf scale = scales_at<Form>(at.panel, at.step + i, v * VL);
-        const vu word = load<vu>(block + v * GC_VBYTES);
-        const auto value = [&](int s) __attribute__((always_inline)) {
-          const int shift = s / 2 * 4 + s % 2 * 16;
+        const uint8_t* block = block_at<Form>(at.panel, at.step + g) + 4 * column;
+        for (int64_t i = g; i < end; i += 8, block += 4 * GC_NR) {
+          const vu word = load<vu>(block);
+          const auto value = [&](int s) __attribute__((always_inline)) {
+            const int shift = s / 2 * 4 + s % 2 * 16;
 #if defined(__AVX512F__)
-          return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(word >> shift), table) * scale;
+            return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(word >> shift), table) * scale;
 #else
-          return Form::spelled((vi)(word << (28 - shift))) * scale;
+            return Form::spelled((vi)(word << (28 - shift))) * scale;
 #endif
-        };
-        float* const out = dst + i * GC_NR + v * VL;
-        if (steps == 8) {
+          };
+          float* const out = dst + i * GC_NR + column;
+          if (end - i >= 8) {
 #pragma GCC unroll 8
-          for (int s = 0; s < 8; s++) store(out + s * GC_NR, value(s));
-        } else {
-          for (int s = 0; s < steps; s++) store(out + s * GC_NR, value(s));
+            for (int s = 0; s < 8; s++) store(out + s * GC_NR, value(s));
+          } else {
+            for (int s = 0; s < end - i; s++) store(out + s * GC_NR, value(s));
+          }
         }
       }
     }
@@ -161,12 +155,72 @@ GC_INLINE __m512i pair_table() {
   return _mm512_maskz_broadcast_i64x4(0xff, low);
 }
 
-// 32 bytes, eight columns times two pairs of them, as bf16.
-GC_INLINE __m512i pairs_of_bytes(const uint8_t* p) {
-  const __m512i low = _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)p));
-  const __m512i high = _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)(p + 16)));
-  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_maskz_cvtepi32_ps(0xffff, high),
-                                      _mm512_maskz_cvtepi32_ps(0xffff, low));
+struct Pairs { __m512i first, second; };
+
+#if defined(__AVX512VBMI__)
+// The bytes of 0 to 127 as bf16, and the order in which lower and upper bytes interleave.
+struct ByteTables {
+  alignas(64) uint8_t low[128] = {}, high[128] = {}, order[128] = {};
+  constexpr ByteTables() {
+    for (int m = 0, exponent = 0; m < 128; m++) {
+      if (m >= 2 << exponent) exponent++;
+      const int bits = m ? (127 + exponent) << 7 | ((m << (7 - exponent)) & 127) : 0;
+      low[m] = (uint8_t)bits;
+      high[m] = (uint8_t)(bits >> 8);
+      order[m] = (uint8_t)(m / 2 + m % 2 * 64);
+    }
+  }
+};
+static constexpr ByteTables BYTE_TABLES;
+#endif
+
+#if defined(__AVX512VBMI__)
+// Bytes of the 128 in `low` and `high`, by the lower seven bits of each index. (The prelude leaves out
+// the header of these instructions under GCC.)
+GC_INLINE __m512i look_up(__m512i low, __m512i index, __m512i high) {
+#if defined(__clang__)
+  return _mm512_permutex2var_epi8(low, index, high);
+#else
+  typedef int8_t bytes __attribute__((vector_size(64)));
+  return (__m512i)__builtin_shuffle((bytes)low, (bytes)high, (bytes)index);
+#endif
+}
+#endif
+
+// 64 bytes, 32 columns times two, as pairs of bf16.
+struct Bytes {
+#if defined(__AVX512VBMI__)
+  __m512i low[2], high[2], first, second;
+  GC_INLINE Bytes table() {
+    const ByteTables& t = BYTE_TABLES;
+    return {{_mm512_load_si512(t.low), _mm512_load_si512(t.low + 64)},
+            {_mm512_load_si512(t.high), _mm512_load_si512(t.high + 64)},
+            _mm512_load_si512(t.order), _mm512_load_si512(t.order + 64)};
+  }
+  inline __attribute__((always_inline)) Pairs at(const uint8_t* p) const {
+    const __m512i code = _mm512_loadu_si512(p);
+    const __m512i lower = look_up(low[0], code, low[1]);
+    const __m512i upper = _mm512_ternarylogic_epi32(  // and the sign
+        look_up(high[0], code, high[1]), code, _mm512_set1_epi8(-128), 0xf8);
+    return {look_up(lower, first, upper), look_up(lower, second, upper)};
+  }
+#else
+  GC_INLINE Bytes table() { return {}; }
+  GC_INLINE vf value(const uint8_t* p) {
+    const __m128i codes = _mm_loadu_si128((const __m128i*)p);
+    return int8_form::spelled((vi)_mm512_maskz_cvtepi8_epi32(0xffff, codes) << 24);
+  }
+  inline __attribute__((always_inline)) Pairs at(const uint8_t* p) const {
+    return {(__m512i)_mm512_cvtne2ps_pbh((__m512)value(p + 16), (__m512)value(p)),
+            (__m512i)_mm512_cvtne2ps_pbh((__m512)value(p + 48), (__m512)value(p + 32))};
+  }
+#endif
+};
+
+template <class Form>
+GC_INLINE auto code_table() {
+  if constexpr (Form::bits == 8) return Bytes::table();
+  else return pair_table<Form>();
 }
 
 // dst[ceil(count/2)][32] pairs of bf16. 4-bit codes come with their scales, exactly; of 8-bit codes
@@ -174,100 +228,92 @@ GC_INLINE __m512i pairs_of_bytes(const uint8_t* p) {
 template <class Form>
 static void spell_pairs(Codes at, int64_t count, uint32_t* dst) {
   if constexpr (Form::bits == 8) {
+    const Bytes table = Bytes::table();
     for (int64_t i = 0; i < count; i += 2, dst += GC_NR) {
-      const uint8_t* const p = block_at<Form>(at.panel, at.step + i);
-      _mm512_storeu_si512(dst, pairs_of_bytes(p));
-      _mm512_storeu_si512(dst + 16, pairs_of_bytes(p + 32));
+      const Pairs pairs = table.at(block_at<Form>(at.panel, at.step + i));
+      _mm512_storeu_si512(dst, pairs.first);
+      _mm512_storeu_si512(dst + 16, pairs.second);
     }
   } else {
     const __m512i table = pair_table<Form>();
-    for (int64_t i = 0; i < count; i += 8, dst += 4 * GC_NR) {
-      const uint8_t* const block = block_at<Form>(at.panel, at.step + i);
-      const int64_t steps = count - i < 8 ? (count - i + 1) / 2 : 4;
+    for (int64_t g = 0; g < count; g += Form::group) {
+      const int64_t end = count - g < Form::group ? count : g + Form::group;
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
-        const vf scale = scales_at<Form>(at.panel, at.step + i, 16 * v);
-        __m512i word = _mm512_loadu_si512(block + 64 * v);
+        const vf scale = scales_at<Form>(at.panel, at.step + g, 16 * v);
+        const uint8_t* block = block_at<Form>(at.panel, at.step + g) + 64 * v;
+        uint32_t* out = dst + g / 2 * GC_NR + 16 * v;
+        for (int64_t i = g; i < end; i += 8, block += 4 * GC_NR, out += 4 * GC_NR) {
+          __m512i word = _mm512_loadu_si512(block);
+          const int64_t steps = end - i < 8 ? (end - i + 1) / 2 : 4;
 #pragma GCC unroll 4
-        for (int s = 0; s < 4; s++, word = _mm512_srli_epi16(word, 4)) {
-          if (s >= steps) break;
-          const vu pair = (vu)_mm512_permutexvar_epi16(word, table);
-          const vf low = (vf)(pair << 16) * scale, high = (vf)(pair & 0xffff0000u) * scale;
-          store(dst + s * GC_NR + 16 * v, (vu)low >> 16 | (vu)high);
+          for (int s = 0; s < 4; s++, word = _mm512_srli_epi16(word, 4)) {
+            if (s >= steps) break;
+            const vu pair = (vu)_mm512_permutexvar_epi16(word, table);
+            const vf low = (vf)(pair << 16) * scale, high = (vf)(pair & 0xffff0000u) * scale;
+            store(out + s * GC_NR, (vu)low >> 16 | (vu)high);
+          }
         }
       }
     }
   }
 }
 
-// c[MR][32] (+)= a [k/2][lda] pairs x codes of 2 k steps: values in registers, sums of a group scaled.
+// c[MR][32] (+)= a [k/2][lda] pairs x codes of 2 k steps: values in registers, sums of a group scaled
+// and added up in c.
 template <class Form, int MR>
 static void micro_codes(const uint32_t* a, int64_t lda, Codes at, int64_t k, float* c, int64_t ldc,
                         bool add) {
   constexpr int U = MR == 1 ? 4 : MR <= 3 ? 2 : 1;
   constexpr int64_t group = Form::group / 2;
-  constexpr int64_t ahead = MR >= 4 ? 4096 : 0;
-  __m512 total[MR][2] = {};
-  __m512i table = _mm512_setzero_si512();
-  if constexpr (Form::bits == 4) table = pair_table<Form>();
-  for (int64_t i = 0; i < k; i += group) {
+  const auto table = code_table<Form>();
+  for (int64_t i = 0; i < k; i += group, add = true) {
     const int64_t n = k - i < group ? k - i : group, step = at.step + 2 * i;
     const uint8_t* block = block_at<Form>(at.panel, step);
     __m512 acc[U][MR][2] = {};
-    const auto dots = [&](int s, __m512i w0, __m512i w1) __attribute__((always_inline)) {
-#pragma GCC unroll 8
+    const auto dots = [&](int s, Pairs w) __attribute__((always_inline)) {
+#pragma GCC unroll 16
       for (int r = 0; r < MR; r++) {
         const __m512bh av = (__m512bh)_mm512_set1_epi32((int)a[r]);
-        acc[s % U][r][0] = _mm512_dpbf16_ps(acc[s % U][r][0], av, (__m512bh)w0);
-        acc[s % U][r][1] = _mm512_dpbf16_ps(acc[s % U][r][1], av, (__m512bh)w1);
+        acc[s % U][r][0] = _mm512_dpbf16_ps(acc[s % U][r][0], av, (__m512bh)w.first);
+        acc[s % U][r][1] = _mm512_dpbf16_ps(acc[s % U][r][1], av, (__m512bh)w.second);
       }
       a += lda;
     };
     int64_t j = 0;
     for (; j + 4 <= n; j += 4, block += GC_NR * Form::bits) {
-      if (ahead)
-#pragma GCC unroll 4
-        for (int line = 0; line < GC_NR * Form::bits; line += 64)
-          __builtin_prefetch(block + ahead + line, 0, 2);
       if constexpr (Form::bits == 8) {
 #pragma GCC unroll 4
-        for (int s = 0; s < 4; s++)
-          dots(s, pairs_of_bytes(block + 64 * s), pairs_of_bytes(block + 64 * s + 32));
+        for (int s = 0; s < 4; s++) dots(s, table.at(block + 64 * s));
       } else {
         const __m512i c0 = _mm512_loadu_si512(block), c1 = _mm512_loadu_si512(block + 64);
 #pragma GCC unroll 4
         for (int s = 0; s < 4; s++)
-          dots(s, _mm512_permutexvar_epi16(_mm512_srli_epi16(c0, 4 * s), table),
-               _mm512_permutexvar_epi16(_mm512_srli_epi16(c1, 4 * s), table));
+          dots(s, {_mm512_permutexvar_epi16(_mm512_srli_epi16(c0, 4 * s), table),
+                   _mm512_permutexvar_epi16(_mm512_srli_epi16(c1, 4 * s), table)});
       }
     }
     for (int s = 0; j < n; j++, s++) {
       if constexpr (Form::bits == 8) {
-        dots(0, pairs_of_bytes(block + 64 * s), pairs_of_bytes(block + 64 * s + 32));
+        dots(0, table.at(block + 64 * s));
       } else {
         const __m128i shift = _mm_cvtsi32_si128(4 * s);
-        dots(0, _mm512_permutexvar_epi16(_mm512_srl_epi16(_mm512_loadu_si512(block), shift), table),
-             _mm512_permutexvar_epi16(_mm512_srl_epi16(_mm512_loadu_si512(block + 64), shift), table));
+        const __m512i c0 = _mm512_srl_epi16(_mm512_loadu_si512(block), shift),
+                      c1 = _mm512_srl_epi16(_mm512_loadu_si512(block + 64), shift);
+        dots(0, {_mm512_permutexvar_epi16(c0, table), _mm512_permutexvar_epi16(c1, table)});
       }
     }
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) {
       const __m512 scale = (__m512)scales_at<Form>(at.panel, step, 16 * v);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < MR; r++) {
         __m512 sum = acc[0][r][v];
 #pragma GCC unroll 4
         for (int u = 1; u < U; u++) sum += acc[u][r][v];
-        total[r][v] += sum * scale;
+        float* const o = c + r * ldc + v * 16;
+        _mm512_storeu_ps(o, add ? _mm512_loadu_ps(o) + sum * scale : sum * scale);
       }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < MR; r++) {
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; v++) {
-      float* const o = c + r * ldc + v * 16;
-      _mm512_storeu_ps(o, add ? _mm512_loadu_ps(o) + total[r][v] : total[r][v]);
     }
   }
 }

@@ -97,7 +97,7 @@ def nbytes(form: str, n: int, k: int) -> int:
 
 
 def _rounded(groups: torch.Tensor, kind: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 (two's complement or E2M1) and scales float32 of float32 [R, groups, group]."""
+    """Codes uint8 (sign and magnitude, two's complement, E2M1) and scales float32 of float32 [R, groups, group]."""
     found: tuple[torch.Tensor, torch.Tensor] | None = None
     least = torch.empty(0)
     largest = groups.abs().amax(-1, keepdim=True)  # squares of what is relative to it stay in range
@@ -152,8 +152,10 @@ def _codes(groups: torch.Tensor, scale: torch.Tensor, kind: Form) -> torch.Tenso
         # ties go to the even code
         tie = (ratios.abs() == _BETWEEN[(size - 1).clamp(min=0)]) & (size % 2 == 1)
         return (size - tie.long() + 8 * ratios.signbit()).to(torch.uint8)
-    low, high = (-127, 127) if kind.bits == 8 else (-8, 7)
-    return ratios.round().clamp(low, high).to(torch.int8).view(torch.uint8)
+    if kind.bits == 8:
+        near = ratios.round().clamp(-127, 127)
+        return (near.abs() + 128 * (near < 0)).to(torch.uint8)
+    return ratios.round().clamp(-8, 7).to(torch.int8).view(torch.uint8)
 
 
 def _values(codes: torch.Tensor, kind: Form) -> torch.Tensor:
@@ -161,7 +163,8 @@ def _values(codes: torch.Tensor, kind: Form) -> torch.Tensor:
     if kind.powers:
         return torch.cat((_E2M1, -_E2M1))[(codes & 15).long()]
     if kind.bits == 8:
-        return codes.view(torch.int8).float()
+        size = (codes & 127).float()
+        return torch.where(codes > 127, -size, size)
     return ((codes & 15 ^ 8).to(torch.int8) - 8).float()
 
 

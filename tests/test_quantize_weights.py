@@ -181,8 +181,16 @@ def test_an_ordinary_plan(form: str, dtype: torch.dtype) -> None:
         built.close()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+_KEPT = (
+    "lm_head.weight", "mlp.gate.weight", "kv_b_proj.weight", "f_b_proj.weight", "conv1d.weight",
+    "A_log",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((f, form) for f in ("llama", "qwen3_moe") for form in FORMS), ("kimi_linear", "int4_g32")],
+)
 def test_decoders(family: str, form: str, tmp_path: Path) -> None:
     """Prefill and decode as transformers' model with the decoded weights; each weight is encoded
     and stored once for all phases."""
@@ -203,8 +211,11 @@ def test_decoders(family: str, form: str, tmp_path: Path) -> None:
     assert len({w.offset for w in stored if w.layout == f"{form}_panels32"}) == count
     reasons = {r.reason for r in record.refusals}
     assert "it is the head: head=yes narrows it too" in reasons
-    assert ("it is a router" in reasons) == (family == "qwen3_moe")
-    exact = rounded(model, form, ("lm_head.weight", "mlp.gate.weight"))
+    assert ("it is a router" in reasons) == (family != "llama")
+    if family == "kimi_linear":
+        assert "it sets how a recurrent state decays" in reasons
+        assert "attention absorbs it where it reads the rows of its cache" in reasons
+    exact = rounded(model, form, _KEPT)
     ids = torch.randint(3, 500, (1, 41), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), plan.sequence() as text:
         truth = exact(ids).logits[0]

@@ -97,7 +97,8 @@ def nbytes(form: str, n: int, k: int) -> int:
 
 
 def _rounded(groups: torch.Tensor, kind: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 (sign and magnitude, two's complement, E2M1) and scales float32 of float32 [R, groups, group]."""
+    """Codes uint8 (sign and magnitude, two's complement, E2M1) and scales float32 of float32
+    [R, groups, group]."""
     found: tuple[torch.Tensor, torch.Tensor] | None = None
     least = torch.empty(0)
     largest = groups.abs().amax(-1, keepdim=True)  # squares of what is relative to it stay in range

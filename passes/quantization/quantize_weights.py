@@ -136,8 +136,8 @@ class _Projection(_Quantized):
 
     def _role(self, node: Node, facts: Facts) -> Refused | None:
         """Why the product is one whose weight stays as it is."""
-        if _chooses(node, facts):
-            return Refused("it is a router")
+        if why := _decides(node, facts):
+            return Refused(why)
         head = _leaves(node.outputs[0], facts)
         if head and not self.options.head:
             return Refused("it is the head: head=yes narrows it too")
@@ -261,20 +261,24 @@ def _length(data: torch.Tensor) -> float:
     return float(data.double().norm())
 
 
-def _chooses(node: Node, facts: Facts) -> bool:
-    """Whether the best of its own results are chosen: of as many, elementwise on the way."""
+def _decides(node: Node, facts: Facts) -> str:
+    """What hangs on single results of the product, as many of them as it has, elementwise on the
+    way: which are the best, or how fast a state decays."""
     size = product(node.outputs[0].type.shape)
     ahead, seen = [node.outputs[0]], set()
     while ahead:
         value = ahead.pop()
         for reader in facts.readers(value):
-            if packet_of(reader.outputs[0]) in _CHOICES:
-                return True
+            name = packet_of(reader.outputs[0])
+            if name in _CHOICES:
+                return "it is a router"
+            if name == "graphc.delta_rule" and reader.argument("decay") is value:
+                return "it sets how a recurrent state decays"
             if "linear" in reader.target or reader in seen:
                 continue
             seen.add(reader)
             ahead += [v for v in reader.outputs if _as_many(v, size)]
-    return False
+    return ""
 
 
 def _as_many(value: Value, size: Any) -> bool:

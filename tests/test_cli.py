@@ -32,6 +32,7 @@ from graphc.errors import (
     InternalError,
     NumericsError,
     PlanMismatchError,
+    PrecisionError,
     UsageError,
 )
 from graphc.ir.types import UNBOUNDED
@@ -236,6 +237,7 @@ def test_unknown_command_offers_a_close_one(capsys: pytest.CaptureFixture[str]) 
         (DamagedError("x"), 7),
         (InputRejectedError("x"), 8),
         (CacheMissError("x"), 9),
+        (PrecisionError("x"), 10),
         (RuntimeError("unforeseen"), 1),
         (KeyboardInterrupt(), 130),
         (click.UsageError("x"), 2),

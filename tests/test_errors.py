@@ -393,3 +393,30 @@ def test_malformed_shapes_file(
     path.write_text((ROOT / "shapes.yaml").read_text().replace("max: 64,", "max: many,", 1))
     text = fails(capsys, 2, "build", net, "-o", tmp_path / "plan", "--shapes", path)
     assert "bad.yaml:13:20: expected a maximum of at least 1, found 'many'" in text
+
+
+def test_protected_role_narrowed(
+    net: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(net.partition(":")[0])
+    line = path.read_text().count("\n") + 4
+    path.write_text(
+        path.read_text() + "\n\nclass Narrowed(Net):\n    def forward(self, ids):\n"
+        "        x = self.embedding(ids).to(torch.float8_e4m3fn)\n"
+        "        return self.linear(x.float())\n\n\n"
+        "def narrowed():\n    return example(Narrowed().eval())\n"
+    )
+    text = fails(capsys, 10, "build", f"{path}:narrowed", "-o", tmp_path / "plan")
+    assert "expected projections kept as it is" in text and "found e4m3" in text
+    assert "aten._to_copy.default narrows what" in text and "aten.linear.default reads" in text
+    assert f"{path.name}:{line + 1}" in text and "--precision projections=fp8" in text
+    assert not (tmp_path / "plan").exists()
+
+
+def test_malformed_precision_policy(
+    net: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text((ROOT / "shapes.yaml").read_text().replace("cache: fp8", "cache: fp9"))
+    text = fails(capsys, 2, "build", net, "-o", tmp_path / "plan", "--shapes", path)
+    assert "bad.yaml:50:10: expected keep or one of" in text and "found 'fp9'" in text

@@ -69,6 +69,8 @@ class Net(nn.Module):
             self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
         self.register_buffer("recurrent", torch.zeros(1, 2, D, D))
         self.register_buffer("brief", torch.zeros(1, 2, D, D, dtype=torch.bfloat16))
+        self.register_buffer("written", torch.zeros(1, 2, D // 2, D // 2))
+        self.register_buffer("unit", torch.zeros(1, 1, D))
         self.register_buffer("past", torch.zeros(1, 3, D))
         self.register_buffer("fp8_rows", torch.zeros(3, 4, D + 4, dtype=torch.uint8))
         self.register_buffer("mx_rows", torch.zeros(3, 4, D + 1, dtype=torch.uint8))
@@ -187,6 +189,31 @@ def what_a_state_takes(net: Any, x: Tensor) -> Tensor:
     return out
 
 
+def sum_in_torch(net: Any, x: Tensor) -> Tensor:
+    """A linear attention of one token, written out."""
+    k, v, q = (net.heads(x[:, :1], w) for w in (net.a, net.b, net.c))
+    now = net.written * 0.9 + k.transpose(2, 3) @ v
+    net.written.copy_(net.narrow(now))
+    return q @ now
+
+
+def hidden_in_torch(net: Any, x: Tensor) -> Tensor:
+    now = torch.tanh(F.linear(x[:, :1], net.a) + F.linear(net.unit, net.b))
+    net.unit.copy_(net.narrow(now))
+    return now
+
+
+def rows_in_torch(net: Any, x: Tensor) -> Tensor:
+    """Keys in a buffer: they are taken up, not computed with."""
+    net.written[:, :, :T] = net.narrow(net.heads(x, net.b))
+    k = net.written.clone()
+    return F.scaled_dot_product_attention(net.heads(x, net.a), k, k)
+
+
+def floored(x: Tensor) -> Tensor:
+    return (torch.floor(x.clamp(-0.8, 0.7) / 0.1 + 0.5)).clamp(min=-8, max=7) * 0.1
+
+
 def window(net: Any, x: Tensor) -> Tensor:
     out, after = ops.short_convolution(net.past, net.narrow(x), net.window, None)
     net.past.copy_(after)
@@ -303,6 +330,11 @@ REJECTED = [
     Case(state_written, e4m3, "state", "e4m3", CAST, "state=fp8"),
     Case(state_kept_brief, same, "state", "bf16", "graphc.delta_rule.default", "state=bf16"),
     Case(what_a_state_takes, e4m3, "state", "e4m3", CAST, "state=fp8"),
+    Case(sum_in_torch, half, "state", "bf16", CAST, "state=bf16"),
+    Case(sum_in_torch, floored, "state", "int4", "aten.clamp.default",
+         "state=int4,cache=int4"),
+    Case(hidden_in_torch, e5m2, "state", "fp8_e5m2", CAST, "state=fp8"),
+    Case(rows_in_torch, codes, "cache", "int8", "aten.clamp.default", "cache=int8"),
     Case(window, codes, "state", "int8", "aten.clamp.default", "state=int8"),
     Case(hidden, e5m2, "state", "fp8_e5m2", CAST, "state=fp8"),
     Case(kept_stream, same, "residual", "fp8", "graphc.append_records.default",
@@ -320,6 +352,7 @@ ALLOWED = [
     (index_pages("mxfp8_ceil"), same),
     (latent_pages("fp8_pow2"), same),
     (expanded_pages, same),
+    (rows_in_torch, half),
     (activations, half),  # 16 bits are the model's affair
 ]
 

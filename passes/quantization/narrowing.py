@@ -18,6 +18,7 @@ from graphc.ir.graph import Graph, Node, Value, leaves, target_name
 from graphc.ir.types import TensorType, itemsize
 from graphc.ops.records import PLAIN, record_format
 from graphc.precision import E4M3, E8M0
+from graphc.rewrite.driver import is_view
 from graphc.rewrite.facts import operand, packet_of
 from graphc.rewrite.rules import packet
 
@@ -48,10 +49,18 @@ INDEXERS = frozenset(
 )
 _RECURRENT = frozenset(("aten.lstm", "aten.gru", "graphc.lstm", "graphc.gru"))
 #: rows that come into a state, or out of it
-_KEPT = frozenset(
+KEPT = frozenset(
     ("graphc.append_pages", "graphc.append_records", "graphc.append_ring", "graphc.pool_keys",
      "graphc.read_pages", "graphc.read_records")
 )  # fmt: skip
+#: what puts values into others, or lets them be
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in ("cat", "slice_scatter", "select_scatter", "index_copy", "index_put", "scatter",
+                 "copy", "clone", "_to_copy", "where", "roll", "constant_pad_nd")
+)  # fmt: skip
+_ROUNDINGS = frozenset(("aten.round", "aten.floor", "aten.trunc"))
+_CLAMPS = {"aten.clamp": ("min", "max"), "aten.hardtanh": ("min_val", "max_val")}
 _WRITERS = frozenset(("graphc.append_records", "graphc.pool_keys"))
 #: operands that are looked at as numbers, where others only say which or how many
 _DATA: dict[str, tuple[int, ...]] = {
@@ -106,6 +115,11 @@ def _is_new(op: torch._ops.OpOverload) -> bool:
     return _is_recurrence(op) or name.endswith(_CREATIONS)
 
 
+def is_move(node: Node) -> bool:
+    """Whether its result consists of values that it is given."""
+    return is_view(node) or packet(node) in _MOVES or packet(node) in KEPT
+
+
 def sources(node: Node) -> list[Value]:
     """The operands that a result is made of, element by element or row by row."""
     if all(getattr(v.type, "dtype", "") == "bool" for v in node.outputs):
@@ -136,6 +150,11 @@ class Narrowings:
     def __init__(self, graph: Graph) -> None:
         self._of: dict[Value, Narrow] = {}
         self._nodes = [(node, sources(node)) for node in graph.nodes if not is_new(node)]
+        #: what states hold, and rows among it
+        self._held = set(graph.states)
+        for node, given in self._nodes:
+            if is_move(node) and any(v in self._held for v in given):
+                self._held.update(node.outputs)
         self._walk()
         kept = {s: _in_states(self.of(v)) for s, v in graph.state_updates.items()}
         if any(kept.values()):  # what one call writes, the next one reads
@@ -155,7 +174,7 @@ class Narrowings:
             else:
                 own = {(f, False): Narrowing(node, f) for f in narrows(node, given)}
                 narrow = {**own, **narrow} if own else narrow
-            if name in _KEPT:
+            if name in KEPT or node.outputs[:1] and node.outputs[0] in self._held:
                 narrow = _in_states(narrow)
             if narrow:
                 self._of.update((v, narrow) for v in node.outputs)
@@ -205,12 +224,18 @@ def narrows(node: Node, sources: Sequence[Value]) -> Iterator[str]:
         widest = max((itemsize(t.dtype) for t in given if t.shape or not result.shape), default=0)
         if widest > itemsize(result.dtype):
             yield _HALVES[result.dtype]
-    elif packet(node) in ("aten.clamp", "aten.hardtanh") and _is_rounded(node.args[0]):
-        yield from filter(None, [_integers(*node.args[1:3])] if len(node.args) > 2 else [])
-    elif packet(node) == "aten.round" and packet_of(node.args[0]) in ("aten.clamp",):
-        bounds = node.args[0].producer.args[1:3]
-        if len(bounds) == 2 and _is_scaled(operand(node.args[0])):
+    elif bounds := _bounds(node):
+        if _is_rounded(node.args[0]):
             yield from filter(None, [_integers(*bounds)])
+    elif packet(node) in _ROUNDINGS and packet_of(node.args[0]) in _CLAMPS:
+        if _is_scaled(operand(node.args[0])):
+            yield from filter(None, [_integers(*_bounds(node.args[0].producer))])
+
+
+def _bounds(node: Node) -> tuple[Any, ...]:
+    """The least and the greatest number that a clamp leaves."""
+    names = _CLAMPS.get(packet(node))
+    return () if names is None else tuple(node.argument(name) for name in names)
 
 
 def record_kinds(node: Node) -> list[str]:
@@ -249,7 +274,7 @@ def _is_rounded(item: Any, steps: int = 4) -> bool:
     """Whether it is a scaled value, rounded, plus a zero point."""
     while isinstance(item, Value) and item.producer is not None and steps:
         name = packet_of(item)
-        if name == "aten.round":
+        if name in _ROUNDINGS:
             return _is_scaled(operand(item))
         if name not in ("aten.add", "aten.sub", "aten._to_copy", "aten.clamp"):
             return False

@@ -12,9 +12,11 @@ from graphc.rewrite.rules import packet
 from passes.quantization.narrowing import (
     ATTENTION,
     INDEXERS,
+    KEPT,
     PRODUCTS,
     WIDE,
     is_creation,
+    is_move,
     is_new,
     is_recurrence,
     sources,
@@ -66,10 +68,23 @@ class Roles:
         for node in self.graph.nodes:
             yield from self.of(node)
         for state, value in self.graph.state_updates.items():
-            for tag in self._of(state):
-                if tag.startswith("state:") and value.producer is not None:
-                    floor = tag.removeprefix("state:")
-                    yield Use(value, "state", value.producer, floor, state.name)
+            floors = [t.removeprefix("state:") for t in self._of(state) if t.startswith("state:")]
+            if not floors and self._is_recurrent(state, value):
+                floors = [self.dtype]
+            if value.producer is not None:
+                yield from (Use(value, "state", value.producer, f, state.name) for f in floors)
+
+    def _is_recurrent(self, state: Value, value: Value) -> bool:
+        """Whether a state that no operator has as its own is computed from one call to the next,
+        and does not only take up rows."""
+        if value.producer is not None and packet(value.producer) in KEPT:
+            return False
+        moved = {state: True}
+        for node, given in self._nodes:
+            parts = [moved[v] for v in given if v in moved]
+            if parts and not is_new(node):
+                moved.update((v, is_move(node) and all(parts)) for v in node.outputs)
+        return not moved.get(value) or not self._of(state) & {"product", "cache", "index"}
 
     def of(self, node: Node) -> Iterator[Use]:
         """The operands of a node that have a role."""
@@ -237,6 +252,9 @@ class Roles:
         elif name in PRODUCTS:
             tags = frozenset(("product",))
             yield from ((v, tags) for v in node.inputs())
+        elif name in ATTENTION or name in INDEXERS:
+            tags = frozenset(("index" if name in INDEXERS else "cache",))
+            yield from ((u.value, tags) for u in _named(node, ("key", "value", "pages"), ""))
         elif not is_new(node):
             tags = frozenset().union(*(self._of(v) for v in node.outputs))
             for group, tag in ((_SOFTMAX, "softmax"), (_CHOICES, "choice"), (_NORMS, "norm")):

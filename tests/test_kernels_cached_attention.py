@@ -212,7 +212,7 @@ def test_refusals() -> None:
     with pytest.raises(Refuse, match="start of int64"):
         lower(PAGED, [q, pages, table, start.long()], options, isa=ISAS[0])
     with pytest.raises(Refuse, match="not keys and values"):
-        lower(PAGED, [q, pages.view(*pages.shape[:2], 4, 32), table, start], options, isa=ISAS[0])
+        lower(PAGED, [q, pages, table, start], options, isa=ISAS[0], symbols={(1, 2): "W"})
     with pytest.raises(Refuse, match="sinks other"):
         sinks = torch.zeros(1, 2, 2, 1)
         lower(PAGED, [q, pages, table, start], {**options, "sinks": sinks}, isa=ISAS[0])

@@ -14,11 +14,14 @@ from graphc.lowering.templates.attention_operands import MASK_TYPES
 from graphc.lowering.templates.operand import FAST, grain_for
 from graphc.lowering.templates.pack import PANEL
 from graphc.lowering.templates.pages import integers, paging
+from graphc.lowering.templates.records import format_immediates
 from graphc.lowering.templates.strided import float_bits
 from graphc.lowering.templates.strided import unit as constant_unit
+from graphc.ops.records import record_format
 
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
+    from graphc.ops.records import RecordFormat
 
 #: queries of a head of keys up to which rows of keys are read as they lie, and of all heads of a
 #: unit about
@@ -29,7 +32,9 @@ PIECES, PIECE, LONG_PIECE, FEW_ROWS = 32, 256, 512, 8
 #: of few queries, keys between rescalings: of pages that hold rows, of pages that hold heads at
 #: most, of sequences
 ROW_BLOCK, PAGE_BLOCK, BLOCK = 16, 128, 512
-#: SPAN of attention_cached_many.cpp; panels of a unit with four heads of keys or more, two, one
+#: TURN of attention_cached_few.h
+TURN = 64
+#: SPAN of attention_cached_many.h; panels of a unit with four heads of keys or more, two, one
 SPAN, PANELS = 4 * KEYS, (32, 16, 8)
 
 
@@ -46,17 +51,28 @@ class Rows:
     value_steps: tuple[Dim, Dim, Dim]
     block: int
     together: bool
+    form: RecordFormat | None = None  # of rows in records, whose steps are bytes
+    columns: tuple[int, ...] = ()  # of a record: k_at, k_next, v_at, v_next of gc_cached_shape
+
+    def immediates(self) -> list[Dim]:
+        """The end of gc_cached_shape."""
+        return [] if self.form is None else [*format_immediates(self.form), *self.columns]
 
 
 @rule("graphc.paged_attention.default")
 def paged_attention(ctx: LoweringContext, node: Node) -> None:
-    """Over rows of keys and values in pages."""
+    """Over rows of keys and values in pages, as numbers or in records."""
     pages, table = ctx.view(node.argument("pages")), integers(ctx, node, "table")
     heads, width = int(node.argument("heads")), int(node.argument("width"))
     size = ctx.static(node.argument("query").type.shape[3])
     if size is None or ctx.static(pages.strides[-1]) != 1:
         raise Refuse("an unknown head size, or pages whose rows do not lie in one piece")
+    form = record_format(node.argument("format")) if node.argument("format") else None
+    if form is not None and (pages.dtype != "uint8" or not same(pages.shape[-1], form.bytes)):
+        raise Refuse(f"records {form} in rows of {pages.shape[-1]} {pages.dtype}")
+    numbers = pages.shape[-1] if form is None else form.width
     step: Dim
+    columns: tuple[int, ...] = (0, 0, 0, 0)
     if len(pages.shape) == 4:  # each head's rows together: [N, 2 * heads, P, D]
         page, step, row = pages.strides[:3]
         known = ctx.static(pages.shape[2])
@@ -65,18 +81,21 @@ def paged_attention(ctx: LoweringContext, node: Node) -> None:
             if known is None
             else min(PAGE_BLOCK, PANEL // 2 * ceildiv(known, PANEL // 2))
         )
-        value = pages.with_(offset=pages.offset + heads * step)
-        whole = same(pages.shape[1], 2 * heads) and same(pages.shape[3], size) and size == width
+        second, behind = step, heads * step
+        whole = same(pages.shape[1], 2 * heads) and same(numbers, size) and size == width
     else:
         page, row = pages.strides[:2]
-        step, block = size, ROW_BLOCK
-        value = pages.with_(offset=pages.offset + heads * size)
-        whole = same(pages.shape[2], heads * (size + width))
+        step, second, behind, block = size, width, heads * size, ROW_BLOCK
+        whole = same(numbers, heads * (size + width))
+        if form is not None:
+            step = second = behind = 0
+            columns = (0, size, heads * size, width)
     if not whole:
         raise Refuse("rows that are not keys and values of all heads")
-    second = step if len(pages.shape) == 4 else width
+    value = pages.with_(offset=pages.offset + behind)
     held = paging(ctx, pages, table)
-    found = Rows(pages, value, held, table, (page, row, step), (page, row, second), block, True)
+    steps = (page, row, step), (page, row, second)
+    found = Rows(pages, value, held, table, *steps, block, True, form, columns)
     _emit(ctx, node, found, heads, width)
 
 
@@ -118,7 +137,8 @@ def _sinks(ctx: LoweringContext, node: Node) -> tuple[View | None, Dim]:
 
 def _emit(ctx: LoweringContext, node: Node, found: Rows, heads: int, width: int) -> None:
     q = ctx.view(node.argument("query"))
-    if q.dtype not in FAST or found.key.dtype != q.dtype or found.value.dtype != q.dtype:
+    stored = q.dtype if found.form is None else "uint8"
+    if q.dtype not in FAST or found.key.dtype != stored or found.value.dtype != stored:
         raise Refuse(f"attention over {q.dtype}, {found.key.dtype}, {found.value.dtype}")
     batch, all_heads, tq = q.shape[:3]
     known, size = ctx.static(all_heads), ctx.static(q.shape[3])
@@ -142,7 +162,7 @@ def _emit(ctx: LoweringContext, node: Node, found: Rows, heads: int, width: int)
     if queries is not None and queries <= QUERIES and group * queries <= MOST_ROWS:
         _few(ctx, work, found, group * queries)
     else:
-        _many(ctx, work)
+        _many(ctx, work, found)
 
 
 @dataclass(frozen=True)
@@ -182,11 +202,13 @@ def _few(ctx: LoweringContext, work: _Work, found: Rows, rows: int) -> None:
     deep, wide = (PANEL * ceildiv(n, PANEL) for n in (size, width))
     floats = unit * rows * (deep + wide + 2 * found.block + 3) + wide + max(size, width)
     pointers = work.pointers(partial)
-    immediates = [*work.immediates, unit, pieces, piece, found.block]
-    code = constant_unit(ctx, "attention_cached_few", kind)
+    if found.form is not None:
+        floats += ceildiv(found.form.bytes, 4) + TURN * max(size, width)
+    immediates = [*work.immediates, unit, pieces, piece, found.block, *found.immediates()]
+    code = constant_unit(ctx, f"attention_cached_few{_records(found)}", kind)
     ctx.kernel(
         code,
-        f"gc_cached_few_{kind}",
+        f"gc_cached_few{_records(found)}_{kind}",
         pointers=pointers,
         immediates=immediates,
         reads=work.inputs,
@@ -198,7 +220,7 @@ def _few(ctx: LoweringContext, work: _Work, found: Rows, rows: int) -> None:
     if partial is not out:
         ctx.kernel(
             code,
-            f"gc_cached_merge_{kind}",
+            f"gc_cached_merge{_records(found)}_{kind}",
             pointers=pointers,
             immediates=immediates,
             reads=[*work.inputs, partial, out],
@@ -210,12 +232,17 @@ def _few(ctx: LoweringContext, work: _Work, found: Rows, rows: int) -> None:
         )
 
 
+def _records(found: Rows) -> str:
+    """What the kernels for records are called after."""
+    return "" if found.form is None else "_records"
+
+
 def _entries(blocks: Dim) -> Dim:
     """Pages of a sequence; one without a table."""
     return 1 if isinstance(blocks, int) and blocks == 0 else blocks
 
 
-def _many(ctx: LoweringContext, work: _Work) -> None:
+def _many(ctx: LoweringContext, work: _Work, found: Rows) -> None:
     q, out, size, width = work.inputs[0], work.out, work.size, work.width
     kind, heads = FAST[q.dtype], work.heads
     panels = ceildiv(work.tq * work.group, PANEL)
@@ -226,11 +253,13 @@ def _many(ctx: LoweringContext, work: _Work) -> None:
     columns = PANEL * ceildiv(width, PANEL)
     floats = PANEL * (KEYS + 1) + unit * (PANEL * (size + columns + 2) + 24)
     floats += max(size, width) + SPAN * (4 + size + columns) + 64
+    if found.form is not None:
+        floats += ceildiv(found.form.bytes, 4) + PANEL * max(size, width) + 64
     ctx.kernel(
-        constant_unit(ctx, "attention_cached_many", kind),
-        f"gc_cached_many_{kind}",
+        constant_unit(ctx, f"attention_cached_many{_records(found)}", kind),
+        f"gc_cached_many{_records(found)}_{kind}",
         pointers=work.pointers(out),
-        immediates=[*work.immediates, unit, 0, 0, 0],
+        immediates=[*work.immediates, unit, 0, 0, 0, *found.immediates()],
         reads=work.inputs,
         writes=[out],
         range=work.batch * heads * ceildiv(panels, unit),

@@ -1,0 +1,380 @@
+// Few queries over long pasts (attention_cached.h): memory sets the pace, and gives most to a walk
+// along its addresses. A block of keys is multiplied for all heads of the unit, then its values are
+// mixed: where a page holds a head's rows together, that is the order they lie in. Where it holds
+// whole rows, they are asked for in their order, as much at a time as is read of the block before.
+//
+// A unit is a piece of one sequence's keys for `unit` heads of keys. How many pieces a sequence has
+// follows from its length alone; they are spread evenly over the places of the range that its longest
+// has. Pieces leave records, which gc_cached_merge_* (over sequences x queries x heads) merges in
+// order; a piece that is all of a sequence is finished at once.
+#pragma once
+#include "attention_cached.h"
+#include "attention_decode.h"
+#include "attention_record.h"
+#include "records_decode.h"
+
+namespace {
+using namespace gc;
+
+constexpr int64_t PAGE = 512;  // rows of pages that are not cut into pieces, at most
+constexpr int64_t TURN = 64;  // keys of a head that are read at a time
+
+// Pieces of a sequence.
+static int64_t pieces_of(const gc_cached_shape* s, Seen seen) {
+  const int64_t n = (seen.last - seen.first) / s->piece;
+  return n < 1 ? 1 : n < s->pieces ? n : s->pieces;
+}
+
+// Rows that lie one after the other: the keys of the unit's first head, and its values; null where a
+// page is missing.
+template <class T> struct Stretch {
+  const T *k, *v;
+  int64_t rows;
+};
+
+// The rows of a block in as many stretches as it touches pages.
+template <class T> struct Block {
+  int64_t keys, count;
+  Stretch<T> part[];  // one per row at most
+};
+
+template <class T> static int64_t block_bytes(int64_t keys) {
+  return (int64_t)sizeof(Block<T>) + keys * (int64_t)sizeof(Stretch<T>);
+}
+
+// Asks for the rows of a block where whole rows lie one after the other, as much at a time as is read
+// meanwhile: what a core asks for all at once is dropped.
+template <class T> struct Coming {
+  static constexpr bool TILED = false;
+  const char* p;
+  int64_t left = 0;   // bytes from p on that lie in one piece
+  int64_t bytes = 0;  // of a row; 0: does not ask
+  const Block<T>* block;
+  int64_t part;
+
+  void begin(const Block<T>* b) {
+    block = b;
+    part = 0;
+    if (bytes) advance();
+  }
+  __attribute__((noinline)) void advance() {
+    left = 0;
+    if (part == block->count) return;
+    const Stretch<T>& s = block->part[part++];
+    p = (const char*)s.k;
+    left = s.k ? s.rows * bytes : 64;
+  }
+  inline __attribute__((always_inline)) void ask(int64_t n) {
+    if (left <= 0) return;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(p + i, 0, 2);
+    p += n;
+    left -= n;
+    if (left <= 0) advance();
+  }
+};
+
+// Rows of records as rows of numbers.
+template <class R> struct Staged {
+  const gc_record_format* form;
+  RecordReader reader;
+  R* to;  // [TURN][width]
+
+  // Columns [first, first + width) of n records `step` bytes apart; meanwhile asks for as much of what
+  // comes.
+  void read(const uint8_t* from, int64_t step, int64_t n, int64_t first, int64_t width,
+            Coming<uint8_t>* coming) {
+    constexpr int64_t SOME = 4;
+    const int64_t bytes = width * form->bytes / form->width;
+    for (int64_t j = 0; j < n; j += SOME) {
+      const uint8_t* rows[SOME];
+      const int64_t some = min64(SOME, n - j);
+      for (int64_t i = 0; i < some; i++) rows[i] = from + (j + i) * step;
+      coming->ask(some * bytes);
+      reader.columns(rows, some, first, width, to + j * width, width);
+    }
+  }
+};
+
+// T: of queries and results; S: what is stored, bytes being records; R: rows as they are multiplied.
+template <class T, class S> struct Unit {
+  typedef typename Numbers<T, S>::type R;
+  typedef typename Query<R>::type W;
+  static constexpr bool RECORDS = std::is_same<S, uint8_t>::value;
+  const gc_args* args;
+  const gc_cached_shape* s;
+  int64_t b, head, heads, rows;  // rows: queries of a head of keys
+  int64_t ldq, ldo, lds;  // lds: keys of a block at most
+  int parts;           // numbers that make a weight
+  float scale, cap;    // scale in units of log2
+  W *q, *weights;      // [heads][rows][ldq], [heads][rows][parts][lds]
+  float *out, *scores, *maximum, *total, *factor;  // [heads][rows][ldo], [..][lds], [heads][rows]
+  const S* none;       // a row of zeros, where a page is missing
+  Block<S>* blocks;    // two
+  Coming<S> coming;
+  Quiet quiet;
+  Staged<R> staged = {&s->form, RecordReader(&s->form), nullptr};
+
+  void load_queries() {
+    for (int64_t i = 0; i < heads * rows; i++) {
+      const int64_t g = i % rows / s->tq, t = i % rows % s->tq, h = (head + i / rows) * s->group + g;
+      const T* x = (const T*)args->ptr[0] + b * s->q_b + h * s->q_h + t * s->q_t;
+      if constexpr (std::is_same<T, R>::value) {
+        load_query(x, s->q_d, s->d, q + i * ldq, ldq);
+      } else {  // floats, whose lanes are in order
+        for (int64_t j = 0; j < ldq; j++) q[i * ldq + j] = j < s->d ? to_float(x[j * s->q_d]) : 0.0f;
+      }
+      for (int64_t j = 0; j < ldo; j++) out[i * ldo + j] = 0.0f;
+      maximum[i] = NEGATIVE_INFINITY;
+      total[i] = 0.0f;
+    }
+  }
+
+  void find(int64_t k0, int64_t keys, Block<S>* block) const {
+    const int64_t size = s->paging.rows;
+    block->keys = keys;
+    block->count = 0;
+    for (int64_t at = k0; at < k0 + keys;) {
+      const int64_t row = at % size;
+      const int64_t page = page_of(&s->paging, (const int32_t*)args->ptr[3], b, at / size);
+      Stretch<S>& part = block->part[block->count++];
+      part.rows = page < 0 ? 1 : min64(size - row, k0 + keys - at);
+      part.k = part.v = nullptr;
+      if (page >= 0) {
+        part.k = (const S*)args->ptr[4] + page * s->k_page + row * s->k_row + head * s->k_h;
+        part.v = (const S*)args->ptr[5] + page * s->v_page + row * s->v_row + head * s->v_h;
+      }
+      at += part.rows;
+    }
+  }
+
+  // f(first of some rows of a head, step between them, how many, place in the block, the first of the
+  // rows after them); `first` is Stretch::k or v. Of records, `width` columns from `column` on.
+  template <class F>
+  void turns(const Block<S>* block, const S* Stretch<S>::*first, int64_t step, int64_t offset,
+             int64_t column, int64_t width, F f) {
+    int64_t place = 0;
+    for (int64_t i = 0; i < block->count; i++) {
+      const Stretch<S>& part = block->part[i];
+      const S *const x = part.*first, *const other = i + 1 < block->count ? block->part[i + 1].*first : x;
+      for (int64_t row = 0, n; row < part.rows; row += n, place += n) {
+        n = min64(TURN, part.rows - row);
+        const S *const own = x ? x + row * step + offset : none,
+                *after = row + n < part.rows ? x + (row + n) * step : other;
+        after = after ? after + offset : none;
+        if constexpr (RECORDS) {
+          staged.read(own, x ? step : 0, n, column, width, &coming);
+          f(staged.to, width, n, place, staged.to);
+        } else {
+          f(own, step, n, place, after);
+        }
+      }
+    }
+  }
+
+  // Whether some of each of several rows is read in turn, and what comes next asked for, as in
+  // attention_decode_driver.h.
+  bool tiled() const { return rows >= 4 && (RECORDS || (s->dv != 4 * PAIR && !coming.bytes)); }
+  // What asks for it meanwhile: not where the reader of records has done so.
+  static auto next_rows(const R* p, int64_t width, int64_t step) {
+    if constexpr (RECORDS) return Near();
+    else return later(p, width, step);
+  }
+  auto& next_block() {
+    if constexpr (RECORDS) return quiet;
+    else return coming;
+  }
+
+  void dots(const Block<S>* block, int64_t h) {
+    const W* const own = q + h * rows * ldq;
+    turns(block, &Stretch<S>::k, s->k_row, h * s->k_h, s->k_at + (head + h) * s->k_next, s->d,
+          [&](const R* k, int64_t step, int64_t n, int64_t place, const R* after) {
+      float* const to = scores + h * rows * lds + place;
+      int64_t r = 0;
+      if (rows >= 4) {
+        if (tiled()) dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next_rows(after, s->d, step));
+        else dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next_block());
+        r = 4;
+      }
+      for (; r + 4 <= rows; r += 4)
+        dot_keys<R, 4>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, Near());
+      for (; r + 2 <= rows; r += 2)
+        dot_keys<R, 2>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
+      for (; r < rows; r++)
+        dot_keys<R, 1>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
+    });
+  }
+
+  void mix(const Block<S>* block, int64_t h) {
+    static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    float* const own = out + h * rows * ldo;
+    turns(block, &Stretch<S>::v, s->v_row, h * s->v_h, s->v_at + (head + h) * s->v_next, s->dv,
+          [&](const R* v, int64_t step, int64_t n, int64_t place, const R* after) {
+      const W* w = weights + h * rows * parts * lds + place;
+      const float* const f = factor + h * rows;
+      int64_t r = 0;
+      const auto some = [&](auto count, auto&& next) __attribute__((always_inline)) {
+        constexpr int ROWS = decltype(count)::count;  // sums of the blocks before are rescaled
+        mix_keys<R, ROWS>(parts, w + r * parts * lds, lds, v, step, s->dv, n, place ? one : f + r,
+                       own + r * ldo, ldo, next);
+        r += ROWS;
+      };
+      if (tiled()) {
+        some(Count<4>(), next_rows(after, s->dv, step));
+        while (r + 4 <= rows) some(Count<4>(), Near());
+      }
+      while (s->dv <= 4 * PAIR && r + 2 <= rows) some(Count<2>(), next_block());
+      while (r < rows) some(Count<1>(), next_block());
+    });
+  }
+
+  // Weights of all queries for the n keys from k0 on.
+  void weigh(int64_t k0, int64_t n, int64_t start) {
+    for (int64_t i = 0; i < heads * rows; i++) {
+      float* const row = scores + i * lds;
+      scale_scores(row, n, scale, cap);
+      const int64_t place = start + i % rows % s->tq;
+      for (int64_t j = 0; j < min64(n, place - s->back - k0); j++) row[j] = NEGATIVE_INFINITY;
+      for (int64_t j = max64(0, place + 1 - k0); j < n; j++) row[j] = NEGATIVE_INFINITY;
+      const auto quiet = [](int64_t) {};
+      if (sizeof(W) == 2 && parts == 1) weigh_row<false>(row, n, maximum + i, total + i, factor + i, quiet);
+      else weigh_row<true>(row, n, maximum + i, total + i, factor + i, quiet);
+      put_weights(row, n, parts, weights + i * parts * lds, lds);
+    }
+  }
+
+  // Blocks end where pages do, as far as possible.
+  int64_t block_at(int64_t k0, int64_t last) const {
+    const int64_t size = s->paging.rows, n = size <= lds ? lds / size * size - k0 % size : lds;
+    return max64(0, min64(n, last - k0));
+  }
+  void run(int64_t first, int64_t last, int64_t start) {
+    Block<S>*now = blocks, *next = (Block<S>*)((char*)blocks + block_bytes<S>(lds));
+    find(first, block_at(first, last), now);
+    for (int64_t k0 = first; k0 < last;) {
+      const int64_t after = k0 + now->keys;
+      find(after, block_at(after, last), next);
+      coming.begin(next);
+      for (int64_t h = 0; h < heads; h++) dots(now, h);
+      weigh(k0, now->keys, start);
+      for (int64_t h = 0; h < heads; h++) mix(now, h);
+      Block<S>* const done = now;
+      now = next;
+      next = done;
+      k0 = after;
+    }
+  }
+};
+
+// Stores the finished row of query t of head h.
+template <class T>
+static void put(const gc_args* args, const gc_cached_shape* s, int64_t b, int64_t h, int64_t t,
+                const float* x, float maximum, float total) {
+  const float sink =
+      s->sink_type ? addend(args->ptr[7], s->sink_type, h * s->sink_h) : NEGATIVE_INFINITY;
+  T* out = (T*)args->ptr[1] + ((b * s->tq + t) * s->heads * s->group + h) * s->dv;
+  put_row(x, s->dv, row_factor(maximum, total, sink), out, 1);
+}
+
+// The record of piece c of a query.
+static float* record_of(const gc_args* args, const gc_cached_shape* s, int64_t b, int64_t h, int64_t t,
+                        int64_t c) {
+  const int64_t row = (b * s->tq + t) * s->heads * s->group + h;
+  return (float*)args->ptr[6] + (row * s->pieces + c) * record(s->dv);
+}
+
+// Bytes of a row where those of a page lie in one piece, whole rows or, of records, whole pages; else 0.
+template <class S> static int64_t row_bytes(const gc_cached_shape* s, int64_t values) {
+  if (std::is_same<S, uint8_t>::value) {
+    const int64_t head = s->paging.rows * s->k_row;
+    const bool heads = s->k_h == head && s->v_h == head && values == s->heads * head;
+    if (heads) return 2 * s->heads * s->k_row;
+    return s->k_h == 0 && s->k_row == s->form.bytes ? s->k_row : 0;
+  }
+  const bool rows = s->k_h == s->d && s->v_h == s->dv && s->k_row == s->heads * (s->d + s->dv) &&
+      values == s->heads * s->d;
+  return rows ? s->k_row * (int64_t)sizeof(S) : 0;
+}
+
+// scratch in floats, d and dv rounded up to 32, A = unit * group * tq, K = block: out [A dv], scores and
+// weights [A K] each, a row [dv], 3 x [A], q [A d], zeros [max(d, dv)] or of records their bytes and
+// [TURN][max(d, dv)]; then two blocks.
+template <class T, class S> static void few(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_cached_shape* s = (const gc_cached_shape*)args->imm;
+  const int64_t rows = s->group * s->tq, all = s->unit * rows, wide = max64(s->d, s->dv);
+  typedef Unit<T, S> U;
+  typedef typename U::R R;
+  typedef typename U::W W;
+  U u{args, s};
+  float* scratch = (float*)args->scratch;
+  const auto take = [&scratch](int64_t n) { return (scratch += n) - n; };
+  u.rows = rows;
+  u.ldq = whole(s->d);
+  u.ldo = whole(s->dv);
+  u.lds = s->block;
+  u.parts = sizeof(W) == 2 && rows <= EXACT ? 2 : 1;
+  u.scale = (float)(float_of(s->scale) * 1.4426950408889634074);
+  u.cap = (float)float_of(s->soft_cap);
+  u.out = take(all * u.ldo);
+  u.scores = take(all * u.lds);
+  u.weights = (W*)take(all * u.lds);
+  float* const natural = take(u.ldo);
+  u.maximum = take(all);
+  u.total = take(all);
+  u.factor = take(all);
+  u.q = (W*)take(all * u.ldq);
+  const int64_t zeros = U::RECORDS ? (s->form.bytes + 3) / 4 : wide;
+  float* const none = take(zeros);
+  u.none = (const S*)none;
+  memset(none, 0, (size_t)zeros * sizeof(float));
+  if (U::RECORDS) u.staged.to = (R*)take(TURN * wide);
+  u.blocks = (Block<S>*)(((uintptr_t)scratch + 7) & ~(uintptr_t)7);
+
+  if (s->unit == s->heads) u.coming.bytes = row_bytes<S>(s, (const S*)args->ptr[5] - (const S*)args->ptr[4]);
+  const int64_t units = (s->heads + s->unit - 1) / s->unit;
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t place = i % s->pieces;
+    u.b = i / s->pieces / units;
+    u.head = i / s->pieces % units * s->unit;
+    u.heads = min64(s->unit, s->heads - u.head);
+    const int64_t start = ((const int32_t*)args->ptr[2])[u.b];
+    const Seen seen = keys_seen(s, start, 0, s->tq);
+    const int64_t pieces = pieces_of(s, seen), c = place * pieces / s->pieces;
+    const int64_t whole = s->paging.rows <= PAGE ? s->paging.rows : s->block;
+    const int64_t base = seen.first / whole * whole, each = (seen.last - base + pieces - 1) / pieces;
+    const int64_t size = (each + whole - 1) / whole * whole;  // pieces end where pages do
+    if ((place + 1) * pieces / s->pieces == c) continue;  // another place's
+    u.load_queries();
+    u.run(max64(seen.first, base + c * size), min64(seen.last, base + (c + 1) * size), start);
+    for (int64_t j = 0; j < u.heads * rows; j++) {
+      const int64_t h = (u.head + j / rows) * s->group + j % rows / s->tq, t = j % rows % s->tq;
+      if (pieces == 1) {
+        from_lane_order<R>(u.out + j * u.ldo, s->dv, natural);
+        put<T>(args, s, u.b, h, t, natural, u.maximum[j], u.total[j]);
+        continue;
+      }
+      float* p = record_of(args, s, u.b, h, t, c);
+      p[0] = u.maximum[j];
+      p[1] = u.total[j];
+      from_lane_order<R>(u.out + j * u.ldo, s->dv, p + HEAD);
+    }
+  }
+}
+
+template <class T> static void merge(const gc_args* args, int64_t begin, int64_t end) {
+  const gc_cached_shape* s = (const gc_cached_shape*)args->imm;
+  const int64_t heads = s->heads * s->group;
+  float* const x = (float*)args->scratch;
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t h = i % heads, t = i / heads % s->tq, b = i / heads / s->tq;
+    const Seen seen = keys_seen(s, ((const int32_t*)args->ptr[2])[b], 0, s->tq);
+    const int64_t pieces = pieces_of(s, seen);
+    if (pieces == 1) continue;
+    float most, total;
+    merge_records(record_of(args, s, b, h, t, 0), pieces, s->dv, x, &most, &total);
+    put<T>(args, s, b, h, t, x, most, total);
+  }
+}
+
+}  // namespace
+

@@ -105,40 +105,46 @@ GC_INLINE vf scales_at(const uint8_t* panel, int64_t step, int64_t column) {
 // dst[count][32]: codes times scales, exactly, of steps from `at` on.
 template <class Form>
 static void spell_floats(Codes at, int64_t count, float* dst) {
+  constexpr int vectors = GC_NR / VL;
+#if defined(__AVX512F__)
+  __m512 table = _mm512_setzero_ps();
+  if constexpr (Form::bits == 4) table = _mm512_loadu_ps(Form::values);
+#endif
   for (int64_t g = 0; g < count; g += Form::group) {
     const int64_t end = count - g < Form::group ? count : g + Form::group;
+    const uint8_t* block = block_at<Form>(at.panel, at.step + g);
+    float* out = dst + g * GC_NR;
+    vf scale[vectors];
 #pragma GCC unroll 8
-    for (int64_t column = 0; column < GC_NR; column += VL) {
-      const vf scale = scales_at<Form>(at.panel, at.step + g, column);
-      if constexpr (Form::bits == 8) {
-        const uint8_t* pairs = block_at<Form>(at.panel, at.step + g) + 2 * column;
-        for (int64_t i = g; i < end; i += 2, pairs += 2 * GC_NR) {
-          const vi both = (vi)from_bf16(load<vh>(pairs));  // in the upper half of a lane
-          float* const out = dst + i * GC_NR + column;
-          store(out, Form::spelled(both << 8) * scale);
-          if (i + 1 < end) store(out + GC_NR, Form::spelled(both) * scale);
+    for (int v = 0; v < vectors; v++) scale[v] = scales_at<Form>(at.panel, at.step + g, v * VL);
+    if constexpr (Form::bits == 8) {
+      for (int64_t i = g; i < end; i += 2, block += 2 * GC_NR, out += 2 * GC_NR) {
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+          const vi both = (vi)from_bf16(load<vh>(block + 2 * v * VL));  // in the upper half of a lane
+          store(out + v * VL, Form::spelled(both << 8) * scale[v]);
+          if (i + 1 < end) store(out + GC_NR + v * VL, Form::spelled(both) * scale[v]);
         }
-      } else {
-#if defined(__AVX512F__)
-        const __m512 table = _mm512_loadu_ps(Form::values);
-#endif
-        const uint8_t* block = block_at<Form>(at.panel, at.step + g) + 4 * column;
-        for (int64_t i = g; i < end; i += 8, block += 4 * GC_NR) {
-          const vu word = load<vu>(block);
+      }
+    } else {
+      for (int64_t i = g; i < end; i += 8, block += 4 * GC_NR, out += 8 * GC_NR) {
+        const int64_t steps = end - i < 8 ? end - i : 8;
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+          const vu word = load<vu>(block + v * GC_VBYTES);
           const auto value = [&](int s) __attribute__((always_inline)) {
             const int shift = s / 2 * 4 + s % 2 * 16;
 #if defined(__AVX512F__)
-            return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(word >> shift), table) * scale;
+            return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(word >> shift), table) * scale[v];
 #else
-            return Form::spelled((vi)(word << (28 - shift))) * scale;
+            return Form::spelled((vi)(word << (28 - shift))) * scale[v];
 #endif
           };
-          float* const out = dst + i * GC_NR + column;
-          if (end - i >= 8) {
+          if (steps == 8) {
 #pragma GCC unroll 8
-            for (int s = 0; s < 8; s++) store(out + s * GC_NR, value(s));
+            for (int s = 0; s < 8; s++) store(out + s * GC_NR + v * VL, value(s));
           } else {
-            for (int s = 0; s < end - i; s++) store(out + s * GC_NR, value(s));
+            for (int s = 0; s < steps; s++) store(out + s * GC_NR + v * VL, value(s));
           }
         }
       }

@@ -223,14 +223,16 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("rule", ["floor", "ceil"])
 def test_records(isa: str, dtype: torch.dtype, rule: str) -> None:
     """Keys in records, queries narrowed likewise; small integers are exact in all of it."""
-    for batch, length, start, heads, d, count in [
-        (1, 1, 900, 4, 32, 64), (2, 70, 0, 8, 64, 16), (1, 300, 400, 16, 128, 100),
-        (2, 3, 5, 5, 33, 4), (1, 2, 9000, 3, 128, 70),
+    for batch, length, start, heads, d, count, together in [
+        (1, 1, 900, 4, 32, 64, ""), (2, 70, 0, 8, 64, 16, "@16"), (2, 3, 5, 5, 33, 4, ""),
+        (1, 300, 400, 16, 128, 100, "@16"), (1, 2, 9000, 3, 128, 70, "@16"),
+        (1, 1, 5000, 7, 192, 70, "@16"), (1, 1, 4100, 9, 64, 1, ""),
     ]:  # fmt: skip
         q, w = whole(batch, length, heads, d, dtype=dtype), whole(batch, length, heads, dtype=dtype)
-        form = record_format(f"mxfp8_{rule}:{d}")
+        form = record_format(f"mxfp8_{rule}:{d}{together}")
         keys = whole(batch, start + length, d, dtype=torch.float32)
         pages, table = paged(form.encode(keys), 16)
+        pages = form.spread(pages)
         starts = torch.full((batch,), start, dtype=torch.int32)
         dense = torch.ops.graphc.lightning_indexer(q, w, keys.to(dtype), starts, count=count)
         keywords = {"count": count, "format": str(form)}
@@ -239,12 +241,35 @@ def test_records(isa: str, dtype: torch.dtype, rule: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("together", ["", "@16"])
+def test_scales_of_every_size(isa: str, together: str) -> None:
+    """Blocks of zeros, of the smallest and the largest numbers, and of none, among the others."""
+    form = record_format(f"mxfp8_floor:64{together}")
+    keys = torch.randn(1, 640, 64).abs() * torch.exp2(torch.randint(-30, 30, (1, 640, 1)).float())
+    keys[0, 100:300:7] = 0.0
+    keys[0, 103, :32] = 1e-38
+    keys[0, 330, 32:] = 3e38
+    keys[0, 400, 3] = torch.inf
+    pages, table = paged(form.encode(keys), 16)
+    q, w = torch.rand(1, 1, 4, 64).bfloat16(), torch.ones(1, 1, 4)
+    start = torch.tensor([639], dtype=torch.int32)
+    keywords = {"count": 40, "format": str(form)}
+    arguments = [q, w, form.spread(pages), table, start]
+    (got,) = run_rule(PAGED, arguments, keywords, isa=isa)
+    expected = torch.ops.graphc.paged_lightning_indexer(*arguments, **keywords)
+    assert torch.equal(got, expected)
+    assert {330, 400} <= set(got[0, 0].tolist())
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_records_of_two_terms(isa: str, dtype: torch.dtype) -> None:
     """Candidates by the first terms, the choice among them by both."""
     torch.manual_seed(3)
-    for length, start, heads, d, count in [(1, 2000, 4, 64, 100), (40, 700, 16, 128, 50)]:
-        form = record_format(f"mxfp8_floor:{d}")
+    for length, start, heads, d, count, together in [
+        (1, 2000, 4, 64, 100, ""), (40, 700, 16, 128, 50, "@16"),
+    ]:  # fmt: skip
+        form = record_format(f"mxfp8_floor:{d}{together}")
         q, w = torch.randn(1, length, heads, d).to(dtype), torch.rand(1, length, heads)
         keys = torch.randn(1, start + length, d).to(dtype)
         count_pages = -(-keys.shape[1] // 16)

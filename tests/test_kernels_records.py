@@ -17,7 +17,8 @@ APPEND, READ = "graphc.append_records.default", "graphc.read_records.default"
 append_records, read_records = torch.ops.graphc.append_records, torch.ops.graphc.read_records
 FORMATS = (
     "mxfp8_floor:128", "mxfp8_ceil:72", "mxfp8_even:33", "fp8:512+bf16:64", "fp8_pow2:512+bf16:64",
-    "fp8:576", "fp8_pow2:130+f32:3", "f16:5+mxfp8_floor:7+f32:2",
+    "fp8:576", "fp8_pow2:130+f32:3", "f16:5+mxfp8_floor:7+f32:2", "mxfp8_floor:128@16",
+    "mxfp8_ceil:64@16",
 )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def test_read(isa: str, dtype: torch.dtype) -> None:
         found = record_format(form)
         table, total = tables([40, 17], 16)
         rows = (torch.randn(total, 16, found.width) * 3).to(dtype)
-        pages = found.encode(rows)
+        pages = found.spread(found.encode(rows))
         for offset, width in [(0, found.width), (2, found.width - 5), (found.width - 1, 1)]:
             arguments = [pages, table, offset, width]
             keywords = {"dtype": dtype, "format": form}

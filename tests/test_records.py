@@ -158,6 +158,26 @@ def test_a_tile_keeps_an_outlier_to_itself() -> None:
     assert error < 0.03 and whole.pow(2).mean().sqrt() > 0.9
 
 
+def test_rows_together() -> None:
+    """Bytes of 16 rows: a line holds two pairs of codes of each, then come the scales."""
+    form = record_format("mxfp8_floor:128@16")
+    rows = torch.arange(2 * 32 * 132).reshape(2, 32, 132) % 251
+    pages = form.spread(rows.to(torch.uint8))
+    assert torch.equal(form.gathered(pages).long(), rows)
+    group = pages[1].flatten()[16 * 132 :].long()
+    for row, pair in [(0, 0), (5, 0), (15, 1), (9, 63)]:
+        place = pair // 2 * 64 + row // 4 * 16 + pair % 2 * 8 + row % 4 * 2
+        assert group[place : place + 2].tolist() == rows[1, 16 + row, 2 * pair :][:2].tolist()
+    assert group[16 * 128 + 16 * 3 + 7] == rows[1, 16 + 7, 128 + 3]
+
+
+@pytest.mark.parametrize("text", ["mxfp8_floor:64@8", "mxfp8_floor:48@16", "fp8:64@16",
+                                  "mxfp8_floor:64+f32:1@16"])  # fmt: skip
+def test_not_together(text: str) -> None:
+    with pytest.raises(UsageError, match="@"):
+        record_format(text)
+
+
 @pytest.mark.parametrize("text", ["", "fp9:4", "fp8", "fp8:0", "fp8:4+", "fp8:-1", "mxfp8:32"])
 def test_no_format(text: str) -> None:
     with pytest.raises(UsageError, match="expected KIND:WIDTH"):

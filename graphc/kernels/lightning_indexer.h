@@ -51,23 +51,31 @@ GC_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 GC_INLINE vf rectified(vf x) { return vf{} > x ? vf{} : x; }  // NaN stays NaN
 
 // The keys of the panel after this one, asked for bit by bit while this one is scored: what a single
-// query does with a key takes no longer than memory needs to deliver it. Step i of a tile asks for
-// `lines` cache lines, from the `first`th on, of `rows` rows.
+// query does with a key takes no longer than memory needs to deliver it. `bytes` lie together from
+// every `every`th row on; each step of a tile asks for `lines` of their cache lines.
 struct Ahead {
   const char* const* row;  // [PANEL_KEYS]
-  int64_t rows, first, lines;
+  int64_t every, bytes, lines;
+  int64_t next = 0;
+  const char *at = nullptr, *end = nullptr;
 
-  inline __attribute__((always_inline)) void fetch(int64_t i) const {
-    const int64_t end = min64(PANEL_KEYS, (i + 1) * rows);
-    for (int64_t r = i * rows; r < end; r++)
-      for (int64_t l = first; l < first + lines; l++) __builtin_prefetch(row[r] + 64 * l, 0, 2);
+  inline __attribute__((always_inline)) void fetch() {
+    for (int64_t l = 0; l < lines; l++, at += 64) {
+      if (at >= end) {
+        if (next >= PANEL_KEYS) return;
+        at = (const char*)((uintptr_t)row[next] & ~(uintptr_t)63);
+        end = row[next] + bytes;
+        next += every;
+      }
+      __builtin_prefetch(at, 0, 2);
+    }
   }
 };
 
 // scores[PANEL_KEYS] += weights . relu(q [steps][R] . panel [steps][PANEL_KEYS])
 template <class A, int R>
 GC_INLINE void score_tile(const typename A::item* q, const typename A::item* panel, int64_t steps,
-                          const float* weights, float* scores, const Ahead& ahead) {
+                          const float* weights, float* scores, Ahead& ahead) {
   vf acc[R][PANEL_VECTORS] = {};
   const auto step = [&]() __attribute__((always_inline)) {
     typename A::vec k[PANEL_VECTORS];
@@ -84,7 +92,7 @@ GC_INLINE void score_tile(const typename A::item* q, const typename A::item* pan
   int64_t i = 0;
   if (ahead.lines) {
     for (; i < steps; i++) {
-      ahead.fetch(i);
+      ahead.fetch();
       step();
     }
   }
@@ -120,20 +128,21 @@ template <class F> GC_INLINE void for_heads(int64_t heads, F f) {
   if (h < heads) f(h, Rows<1>());
 }
 
-// next: the rows, of row_bytes, of the panel after this one, to be asked for; may be null.
+// next: the rows of the panel after this one, to be asked for, or null; `bytes` together from every
+// `every`th on.
 template <class A>
 static void score_panel(const typename A::item* q, const typename A::item* panel, int64_t steps,
                         int64_t heads, const float* weights, float* scores,
-                        const char* const* next, int64_t row_bytes) {
+                        const char* const* next, int64_t every, int64_t bytes) {
 #pragma GCC unroll 4
   for (int v = 0; v < PANEL_VECTORS; v++) store(scores + v * VL, vf{});
-  const int64_t tiles = (heads + TILE_HEADS - 1) / TILE_HEADS, lines = (row_bytes + 63) / 64;
+  Ahead ahead = {next, every, bytes, 0};
+  if (next) {
+    const int64_t all = PANEL_KEYS / every * (bytes + 127) / 64;
+    const int64_t turns = steps * max64(1, heads / TILE_HEADS);
+    ahead.lines = (all + turns - 1) / turns;
+  }
   for_heads(heads, [&](int64_t h, auto rows) __attribute__((always_inline)) {
-    Ahead ahead = {next, (PANEL_KEYS + steps - 1) / steps, 0, 0};
-    if (next && h % TILE_HEADS == 0) {
-      ahead.first = h / TILE_HEADS * lines / tiles;
-      ahead.lines = (h / TILE_HEADS + 1) * lines / tiles - ahead.first;
-    }
     score_tile<A, decltype(rows)::count>(q + h * steps, panel, steps, weights + h, scores, ahead);
   });
 }
@@ -217,12 +226,13 @@ template <class T, class A, class K> struct Indexer {
     panel = (Item*)take(48 * s->d);
     queries = (Item*)take(s->block * s->heads * s->d);
     weights = (float*)take(s->block * s->heads);
-    K* zeros = (K*)take(2 * s->d);
-    memset((void*)zeros, 0, (size_t)s->d * 8);
+    const int64_t none = (RECORDS ? GROUPED / 2 : 1) * s->d;
+    K* zeros = (K*)take(none);
+    memset((void*)zeros, 0, (size_t)none * 4);
     candidates = (int32_t*)take(s->block * 2 * best_room(s->count));
     source = {&s->keys, (const K*)a->ptr[2], (const int32_t*)a->ptr[3], zeros};
     if constexpr (RECORDS)
-      records = {(const gc_record_keys*)(s + 1), zeros, (float*)take((10 + s->heads) * s->d)};
+      records = {(const gc_record_keys*)(s + 1), zeros, (float*)take((11 + s->heads) * s->d)};
   }
 
   const int32_t* start() const { return s->starts ? (const int32_t*)args->ptr[4] : nullptr; }
@@ -245,12 +255,38 @@ template <class T, class A, class K> struct Indexer {
   int64_t row_bytes() const {
     return RECORDS ? records.keys->format.bytes : s->d * (int64_t)sizeof(T);
   }
+  // Rows that lie together from every so many on, where those begin at a multiple of it.
+  int64_t run() const {
+    const bool dense = s->keys.row * (int64_t)sizeof(K) == row_bytes();
+    return dense && s->keys.page_rows % GROUPED == 0 ? GROUPED : 1;
+  }
 
-  // n rows as the panel, which is whole eights of rows; both: with the second terms.
-  void pack(const K* const* rows, int64_t n, bool both) {
+  // n rows from the `first`th on as the panel, which is whole eights of rows. The number of rows[0] is
+  // a multiple of 16.
+  void pack(const K* const* rows, int64_t first, int64_t n) {
     for (int64_t r = 0; r < n; r += 8) {
-      if constexpr (RECORDS) pack_keys(records.rows(rows + r, s->d, both), s->d, panel + r);
-      else pack_keys(rows + r, s->d, panel + r);
+      if constexpr (RECORDS) {
+        const bool grouped = records.grouped();
+#if GC_RECORD_PANEL
+        if constexpr (std::is_same<A, Pairs>::value) {
+          if (grouped && r % GROUPED == 0 &&
+              records.panel.pack(rows[first + r], s->d, panel + r, PANEL_KEYS)) {
+            r += 8;
+            continue;
+          }
+        }
+#endif
+        int64_t lane[8];
+        const K* from[8];
+        for (int j = 0; j < 8; j++) {
+          const int64_t row = first + r + j;
+          lane[j] = row % GROUPED;
+          from[j] = rows[grouped ? row & -GROUPED : row];
+        }
+        pack_keys(records.rows(from, lane, s->d, false), s->d, panel + r);
+      } else {
+        pack_keys(rows + first + r, s->d, panel + r);
+      }
     }
   }
 
@@ -264,13 +300,13 @@ template <class T, class A, class K> struct Indexer {
     source.find(b, k, known, places);
     for (int64_t j = known; j < n + PANEL_KEYS; j++) places[j] = source.zeros;
     for (int64_t j = 0; j < n; j += PANEL_KEYS) {
-      pack(places + j, min64(n - j, PANEL_KEYS), false);
+      pack(places, j, min64(n - j, PANEL_KEYS));
       const char* const* next = (const char* const*)(places + j + PANEL_KEYS);
       if (j + PANEL_KEYS >= known) next = nullptr;
       for (int64_t i = first; i < rows; i++) {
         if (seen(i) <= k + j) continue;
         score_panel<A>(queries + i * s->heads * steps, panel, steps, s->heads, weights + i * s->heads,
-                       scores + i * BEST_BLOCK + j, next, row_bytes());
+                       scores + i * BEST_BLOCK + j, next, run(), run() * row_bytes());
         next = nullptr;
       }
     }
@@ -287,7 +323,7 @@ template <class T, class A, class K> struct Indexer {
     }
     if (first == rows) return;
     const int64_t even = (longest + s->chunks - 1) / s->chunks;
-    const int64_t piece = (even + PANEL_KEYS - 1) / PANEL_KEYS * PANEL_KEYS;
+    const int64_t piece = (even + BEST_BLOCK / 10 - 1) / (BEST_BLOCK / 10) * (BEST_BLOCK / 10);
     const int64_t begin = min64(longest, chunk * piece), end = min64(longest, begin + piece);
     BestPositions best[64];
     for (int64_t i = first; i < rows; i++) {
@@ -312,6 +348,20 @@ template <class T, class A, class K> struct Indexer {
     }
   }
 
+  // Keys as the panel, by both terms, with zeros behind them.
+  void pack_candidates(int64_t b, const int32_t* among, int64_t n) {
+    for (int64_t r = 0; r < PANEL_KEYS; r += 8) {
+      const K* from[8];
+      int64_t lane[8];
+      for (int j = 0; j < 8; j++) {
+        const int64_t row = r + j < n ? among[r + j] : 0;
+        lane[j] = row % GROUPED;
+        from[j] = r + j < n ? source.at(b, records.grouped() ? row & -GROUPED : row) : source.zeros;
+      }
+      pack_keys(records.rows(from, lane, s->d, true), s->d, panel + r);
+    }
+  }
+
   // The best of the candidates of a query, which are in ascending order with -1 behind the last.
   void again(int64_t b, int64_t t, const int32_t* among, int64_t most) {
     int32_t* const out = row(b, t);
@@ -327,11 +377,8 @@ template <class T, class A, class K> struct Indexer {
     for (int64_t k = 0; k < n; k += BEST_BLOCK) {
       const int64_t shown = min64(BEST_BLOCK, n - k);
       for (int64_t j = 0; j < shown; j += PANEL_KEYS) {
-        const K* places[PANEL_KEYS];
-        for (int64_t r = 0; r < PANEL_KEYS; r++)
-          places[r] = j + r < shown ? source.at(b, among[k + j + r]) : source.zeros;
-        pack(places, PANEL_KEYS, true);
-        score_panel<A>(queries, panel, steps, s->heads, weights, scores + j, nullptr, 0);
+        pack_candidates(b, among + k + j, min64(shown - j, PANEL_KEYS));
+        score_panel<A>(queries, panel, steps, s->heads, weights, scores + j, nullptr, 1, 0);
       }
       best.offer(scores, shown, k);
     }

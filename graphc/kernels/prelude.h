@@ -5,11 +5,10 @@
 #if defined(__x86_64__) || defined(__i386__)
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ == 12
 // A quarter of <immintrin.h>, which no kernel calls, is not parsed: half floats, the shorter vectors
-// of AVX-512 DQ, and VBMI. Other versions may need these headers for others.
+// of AVX-512 DQ and VBMI, and VBMI2. Other versions may need these headers for others.
 #define __AVX512FP16INTRIN_H_INCLUDED
 #define __AVX512FP16VLINTRIN_H_INCLUDED
 #define _AVX512VLDQINTRIN_H_INCLUDED
-#define _AVX512VBMIINTRIN_H_INCLUDED
 #define _AVX512VBMIVLINTRIN_H_INCLUDED
 #define __AVX512VBMI2INTRIN_H_INCLUDED
 #define _AVX512VBMI2VLINTRIN_H_INCLUDED

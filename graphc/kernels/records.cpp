@@ -35,7 +35,20 @@ template <class S> void gather(const void* source, int64_t at, int64_t step, int
   for (int64_t i = 0; i < n; i++) to[i] = (float)from[i * step];
 }
 
-// scratch: two rows of floats
+// The record of a row of a page, in its place.
+void put(const float* x, const RowShape* s, int64_t slot, uint8_t* page, uint8_t* record) {
+  if (s->format.group == 1) return encode_record(x, &s->format, page + slot * s->row);
+  encode_record(x, &s->format, record);
+  put_in_group(record, s->format.width, page + (slot & -GROUPED) * s->row, slot % GROUPED);
+}
+template <class T>
+void get(const uint8_t* page, const RowShape* s, int64_t slot, T* to, uint8_t* record) {
+  if (s->format.group == 1) return decode_record(page + slot * s->row, &s->format, to);
+  get_from_group(page + (slot & -GROUPED) * s->row, s->format.width, slot % GROUPED, record);
+  decode_record(record, &s->format, to);
+}
+
+// scratch: two rows of floats, and a record
 void append(const gc_args* args, int64_t begin, int64_t end) {
   const AppendShape* s = (const AppendShape*)args->imm;
   const int32_t *table = (const int32_t*)args->ptr[1], *start = (const int32_t*)args->ptr[2];
@@ -54,26 +67,29 @@ void append(const gc_args* args, int64_t begin, int64_t end) {
       else gather<f16>(args->ptr[3 + k], place, p->step, p->width, to);
       to += p->width;
     }
-    uint8_t* const dst = (uint8_t*)args->ptr[0] + page * s->page + at % s->paging.rows * s->row;
+    uint8_t* const dst = (uint8_t*)args->ptr[0] + page * s->page;
+    uint8_t* const record = (uint8_t*)(row + 2 * s->planes * s->format.width);
+    const int64_t slot = at % s->paging.rows;
     if (s->terms == 2) {
       float* const kept = row + s->format.width;
-      encode_record(row, &s->format, dst);
-      decode_record(dst, &s->format, kept);
+      put(row, s, slot, dst, record);
+      get(dst, s, slot, kept, record);
       for (int64_t k = 0; k < s->format.width; k++) row[k] -= kept[k];
-      encode_record(row, &s->format, dst + s->plane);
+      put(row, s, slot, dst + s->plane, record);
       continue;
     }
     for (int64_t k = 0; k < s->planes; k++)
-      encode_record(row + k * s->format.width, &s->format, dst + k * s->plane);
+      put(row + k * s->format.width, s, slot, dst + k * s->plane, record);
   }
 }
 
-// scratch: a row of out
+// scratch: a row of floats, and a record
 template <class T> void read(const gc_args* args, int64_t begin, int64_t end) {
   const ReadShape* s = (const ReadShape*)args->imm;
   const int64_t rows = s->paging.rows, width = s->format.width;
   const int64_t first = s->offset / width, last = (s->offset + s->columns + width - 1) / width;
   T* const row = (T*)args->scratch;
+  uint8_t* const record = (uint8_t*)args->scratch + s->planes * width * 4;
   for (int64_t i = begin; i < end; i++) {
     const int64_t page =
         page_of(&s->paging, (const int32_t*)args->ptr[1], i / s->paging.blocks, i % s->paging.blocks);
@@ -84,10 +100,10 @@ template <class T> void read(const gc_args* args, int64_t begin, int64_t end) {
     }
     const uint8_t* src = (const uint8_t*)args->ptr[0] + page * s->page;
     const bool whole = s->offset == first * width && s->columns == (last - first) * width;
-    for (int64_t r = 0; r < rows; r++, src += s->row, dst += s->columns) {
+    for (int64_t r = 0; r < rows; r++, dst += s->columns) {
       T* const to = whole ? dst : row;
       for (int64_t k = first; k < last; k++)
-        decode_record(src + k * s->plane, &s->format, to + (k - first) * width);
+        get(src + k * s->plane, s, r, to + (k - first) * width, record);
       if (!whole)
         memcpy((void*)dst, row + (s->offset - first * width), (size_t)s->columns * sizeof(T));
     }

@@ -6,7 +6,8 @@
 #include "vec.h"
 
 struct gc_segment { int64_t kind, width; };
-struct gc_record_format { int64_t segments, width, bytes; gc_segment segment[4]; };
+// group: so many rows of a page share their bytes (records.py), 1 or GROUPED.
+struct gc_record_format { int64_t segments, width, bytes, group; gc_segment segment[4]; };
 
 namespace gc {
 
@@ -14,7 +15,7 @@ enum RecordKind {
   MX_FLOOR = 1, MX_CEIL = 2, MX_EVEN = 3, FP8 = 4, FP8_POW2 = 5, PLAIN_F32 = 6, PLAIN_BF16 = 7,
   PLAIN_F16 = 8
 };
-constexpr int64_t MX_BLOCK = 32, FP8_TILE = 128;
+constexpr int64_t MX_BLOCK = 32, FP8_TILE = 128, GROUPED = 16;
 constexpr int32_t INFINITE = 0x7f800000;  // the bits of infinity; of NaN there are more
 
 GC_INLINE bool is_mx(int64_t kind) { return kind <= MX_EVEN; }
@@ -31,7 +32,16 @@ GC_INLINE int64_t segment_bytes(const gc_segment& s) {
 
 // -- single numbers as lanes --------------------------------------------------------------------
 
-// The nearest code, ties to even, saturating.
+// The nearest number of E4M3, ties to even, saturating; and its code.
+GC_INLINE vf e4m3_rounded(vf x) {
+  const vi magnitude = (vi)x & 0x7fffffff;
+  const vf v = (vf)magnitude < splat(448.0f) ? (vf)magnitude : splat(448.0f);
+  const vi b = (vi)v;
+  const vi normal = (b + 0x7ffff + ((b >> 20) & 1)) & ~0xfffff;
+  const vf small = v + splat(16384.0f) - splat(16384.0f);
+  const vf rounded = b < 121 << 23 ? small : (vf)normal;
+  return magnitude > INFINITE ? x : vcopysign(rounded, x);
+}
 GC_INLINE vi e4m3_codes(vf x) {
   const vi bits = (vi)x, magnitude = bits & 0x7fffffff;
   const vf v = (vf)magnitude < splat(448.0f) ? (vf)magnitude : splat(448.0f);
@@ -94,19 +104,38 @@ template <class S, class T> static inline void convert(const S* from, int64_t n,
   if (i < n) vstore(to + i, vload(from + i, First{n - i}), First{n - i});
 }
 
+GC_INLINE int32_t greatest(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t most = 0;
+  for (int i = 0; i < VL; i++) most = v[i] > most ? v[i] : most;
+  return most;
+#endif
+}
+// The bits of the largest magnitude of n numbers, whole vectors.
+GC_INLINE int32_t largest_bits(const float* x, int64_t n) {
+  vi top = {};
+  for (int64_t i = 0; i < n; i += VL) {
+    const vi magnitude = load<vi>(x + i) & 0x7fffffff;
+    top = magnitude > top ? magnitude : top;
+  }
+  return greatest(top);
+}
+
 // n numbers, n <= FP8_TILE, as codes and their scale.
 GC_INLINE void encode_block(const float* x, int64_t n, int64_t kind, uint8_t* codes, void* scale) {
   float padded[FP8_TILE];
-  memcpy(padded, x, (size_t)n * 4);
+  uint8_t made[FP8_TILE];
   const int64_t full = (n + VL - 1) / VL * VL;
-  for (int64_t i = n; i < full; i++) padded[i] = 0.0f;
-  vi top = {};
-  for (int64_t i = 0; i < full; i += VL) {
-    const vi magnitude = load<vi>(padded + i) & 0x7fffffff;
-    top = magnitude > top ? magnitude : top;
+  const bool whole = full == n;
+  if (!whole) {
+    memcpy(padded, x, (size_t)n * 4);
+    for (int64_t i = n; i < full; i++) padded[i] = 0.0f;
   }
-  int32_t most = 0;
-  for (int i = 0; i < VL; i++) most = top[i] > most ? top[i] : most;
+  const float* const from = whole ? x : padded;
+  uint8_t* const to = whole ? codes : made;
+  const int32_t most = largest_bits(from, full);
   float by;
   if (is_mx(kind)) {
     const int32_t code = mx_scale(most, kind);
@@ -118,9 +147,15 @@ GC_INLINE void encode_block(const float* x, int64_t n, int64_t kind, uint8_t* co
     const float kept = finite ? by : NAN;
     memcpy(scale, &kept, 4);
   }
-  uint8_t made[FP8_TILE];
-  for (int64_t i = 0; i < full; i += VL) put_codes(made + i, e4m3_codes(load<vf>(padded + i) / splat(by)));
-  memcpy(codes, made, (size_t)n);
+  for (int64_t i = 0; i < full; i += VL) put_codes(to + i, e4m3_codes(load<vf>(from + i) / splat(by)));
+  if (!whole) memcpy(codes, made, (size_t)n);
+}
+
+// n numbers, n <= MX_BLOCK, whole vectors, as a block of MXFP8 would keep them, in place.
+GC_INLINE void narrow_block(float* x, int64_t n, int64_t rule) {
+  const int32_t code = mx_scale(largest_bits(x, n), rule);
+  const vf by = splat(code == 255 ? 1.0f : mx_power(code)), scale = splat(mx_power(code));
+  for (int64_t i = 0; i < n; i += VL) store(x + i, e4m3_rounded(load<vf>(x + i) / by) * scale);
 }
 
 // A record of the row x.
@@ -155,6 +190,22 @@ template <class T> GC_INLINE void decode_block(const uint8_t* codes, int64_t n, 
   uint8_t rest[VL] = {};
   memcpy(rest, codes + i, (size_t)(n - i));
   vstore(to + i, e4m3_numbers(get_codes(rest)) * splat(scale), First{n - i});
+}
+
+// Where the codes 2 i and 2 i + 1 of a row are in the bytes of GROUPED, and the scale of its block i.
+GC_INLINE int64_t pair_place(int64_t i, int64_t row) {
+  return i / 2 * 64 + row / 4 * 16 + i % 2 * 8 + row % 4 * 2;
+}
+GC_INLINE int64_t scale_place(int64_t width, int64_t i, int64_t row) {
+  return GROUPED * width + i * GROUPED + row;
+}
+static inline void put_in_group(const uint8_t* record, int64_t width, uint8_t* group, int64_t row) {
+  for (int64_t i = 0; i < width / 2; i++) memcpy(group + pair_place(i, row), record + 2 * i, 2);
+  for (int64_t i = 0; i < width / MX_BLOCK; i++) group[scale_place(width, i, row)] = record[width + i];
+}
+static inline void get_from_group(const uint8_t* group, int64_t width, int64_t row, uint8_t* record) {
+  for (int64_t i = 0; i < width / 2; i++) memcpy(record + 2 * i, group + pair_place(i, row), 2);
+  for (int64_t i = 0; i < width / MX_BLOCK; i++) record[width + i] = group[scale_place(width, i, row)];
 }
 
 // The numbers of a record.

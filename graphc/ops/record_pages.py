@@ -41,7 +41,7 @@ def append_records(
     if terms == 2:
         left = new.unflatten(-1, (1, form.width)) - form.decode(records, kind)
         records = torch.cat([records, form.encode(left)], 2)
-    return put_rows(pages, records, table, start)
+    return form.spread(put_rows(form.gathered(pages), records, table, start))
 
 
 def _read_meta(
@@ -62,7 +62,7 @@ def read_records(
     row, [B, M P, width] in `dtype`; those of missing pages are zero."""
     form = record_format(format)
     parts = pages.shape[1] if pages.dim() == 4 else 1
-    records = torch.ops.graphc.read_pages(pages, table, 0, parts * form.bytes)
+    records = torch.ops.graphc.read_pages(form.gathered(pages), table, 0, parts * form.bytes)
     rows = form.decode(records.unflatten(-1, (parts, form.bytes)), dtype).flatten(-2)
     return rows[..., offset : offset + width].contiguous()
 

@@ -3,6 +3,10 @@
 A format is segments side by side, written "KIND:WIDTH+KIND:WIDTH", each as [codes][scales] or as
 plain numbers. "fp8:512+bf16:64" is the 656-byte record of DeepSeek-V3.2's latent cache.
 
+"mxfp8_floor:128@16": the records of 16 rows of a page share their bytes, so that what scores keys
+finds a pair of codes of 16 keys side by side: [WIDTH / 4][4 keys of 16][2 pairs][4][2] codes, then
+[WIDTH / 32][16] scales.
+
 | kind | codes | scales |
 |---|---|---|
 | mxfp8_floor, mxfp8_ceil, mxfp8_even | E4M3, a byte each | E8M0, a byte for 32 (OCP MX v1.0) |
@@ -18,6 +22,7 @@ infinity or NaN reads as NaN throughout; nothing else does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,7 +30,7 @@ import torch
 
 from graphc.errors import UsageError
 
-BLOCK, TILE = 32, 128
+BLOCK, TILE, GROUP = 32, 128, 16
 LARGEST = 448.0
 LEAST = 1e-4  # a tile's largest magnitude is taken to be at least this
 PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -62,6 +67,7 @@ class RecordFormat:
     """What a record of `bytes` bytes holds: `width` numbers."""
 
     segments: tuple[Segment, ...]
+    together: bool = False  # the records of 16 rows share their bytes
 
     @property
     def width(self) -> int:
@@ -72,7 +78,7 @@ class RecordFormat:
         return sum(part.bytes for part in self.segments)
 
     def __str__(self) -> str:
-        return "+".join(map(str, self.segments))
+        return "+".join(map(str, self.segments)) + (f"@{GROUP}" if self.together else "")
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., width] of any floating dtype -> uint8 [..., bytes]."""
@@ -104,6 +110,28 @@ class RecordFormat:
                 made.append(decode_fp8(codes, _numbers(scales, torch.float32)).to(dtype))
         return torch.cat(made, -1)
 
+    def gathered(self, pages: torch.Tensor) -> torch.Tensor:
+        """Pages uint8 [..., P, bytes] of this format with a record after the other."""
+        if not self.together:
+            return pages
+        groups = pages.reshape(*pages.shape[:-2], -1, GROUP * self.bytes)
+        codes, scales = groups.split([GROUP * self.width, GROUP * (self.bytes - self.width)], -1)
+        codes = _reordered(codes.unflatten(-1, (-1, 4, 2, 4, 2)), (1, 3, 0, 2, 4))
+        codes = codes.flatten(-3).flatten(-3, -2)
+        rows = torch.cat([codes, scales.unflatten(-1, (-1, GROUP)).mT], -1)
+        return rows.reshape(pages.shape)
+
+    def spread(self, records: torch.Tensor) -> torch.Tensor:
+        """The reverse of `gathered`."""
+        if not self.together:
+            return records
+        groups = records.unflatten(-2, (-1, GROUP))
+        codes, scales = groups.split([self.width, self.bytes - self.width], -1)
+        codes = codes.unflatten(-1, (-1, 2, 2)).unflatten(-4, (4, 4))
+        codes = _reordered(codes, (2, 0, 3, 1, 4))
+        made = torch.cat([codes.flatten(-5), scales.mT.flatten(-2)], -1)
+        return made.reshape(records.shape)
+
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.split(rows, [part.width for part in self.segments], -1)
 
@@ -116,7 +144,8 @@ def record_format(text: str) -> RecordFormat:
         UsageError: it is none.
     """
     made: list[Segment] = []
-    for piece in text.split("+"):
+    segments, at, group = text.partition("@")
+    for piece in segments.split("+"):
         kind, _, width = piece.partition(":")
         if kind not in (*MX, *FP8, *PLAIN) or not width.isdigit() or int(width) == 0:
             known = ", ".join((*MX, *FP8, *PLAIN))
@@ -124,7 +153,11 @@ def record_format(text: str) -> RecordFormat:
                 f"expected KIND:WIDTH+..., found {text!r}", hint=f"kinds of numbers: {known}"
             )
         made.append(Segment(kind, int(width)))
-    return RecordFormat(tuple(made))
+    if at and (group != str(GROUP) or len(made) > 1 or kind not in MX or int(width) % 64):
+        raise UsageError(
+            f"expected one segment of MXFP8, a multiple of 64 wide, before @{GROUP}, found {text!r}"
+        )
+    return RecordFormat(tuple(made), bool(at))
 
 
 def encode_mxfp8(numbers: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,6 +235,12 @@ def _blocks(numbers: torch.Tensor, size: int) -> torch.Tensor:
     filled = torch.nn.functional.pad(numbers, (0, count * size - numbers.shape[-1]))
     made: torch.Tensor = filled.unflatten(-1, (count, size))
     return made
+
+
+def _reordered(tensor: torch.Tensor, last: Sequence[int]) -> torch.Tensor:
+    """The last dimensions in another order."""
+    before = tensor.dim() - len(last)
+    return tensor.permute(*range(before), *(before + place for place in last))
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def _content(rows: torch.Tensor, form: Narrowed) -> torch.Tensor:
         rows = torch.stack([rows, left], 1)
     if not bool(rows.any()):
         return torch.zeros(*rows.shape[:-1], records.bytes, dtype=torch.uint8)
-    return records.encode(rows)
+    return records.spread(records.encode(rows))
 
 
 def _append(builder: Builder, node: Node, form: Narrowed) -> Sequence[Value]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from graphc.errors import UsageError
 from graphc.ir.graph import Graph, Value
-from graphc.ops.records import MX
+from graphc.ops.records import GROUP, MX
 from graphc.rewrite import Facts, Log
 from graphc.rewrite.facts import packet_of
 from passes.quantization.narrowed_states import INDEXERS, Narrowed, Rows, appended_rows, narrow
@@ -54,6 +54,9 @@ class QuantizeIndex:
 
     def _narrowed(self, found: Rows) -> Narrowed:
         form = f"{self.form}:{found.width}"
+        rows = found.state.type.shape[-2]
+        if found.width % 64 == 0 and isinstance(rows, int) and rows % GROUP == 0:
+            form += f"@{GROUP}"  # keys are scored sixteen at a time
         if not self.rescore:
             return Narrowed(form)
         keywords: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from graphc.lowering.templates.attention_operands import MASK_TYPES
 from graphc.lowering.templates.operand import FAST
 from graphc.lowering.templates.pages import integers, paging
 from graphc.lowering.templates.strided import grain, start_from
-from graphc.ops.records import record_format
+from graphc.ops.records import GROUP, record_format
 
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
@@ -31,7 +31,7 @@ def format_immediates(form: RecordFormat) -> list[Dim]:
     """gc_record_format (kernels/records.h)."""
     if len(form.segments) > MOST_SEGMENTS:
         raise Refuse(f"records of more than {MOST_SEGMENTS} segments")
-    made: list[Dim] = [len(form.segments), form.width, form.bytes]
+    made: list[Dim] = [len(form.segments), form.width, form.bytes, GROUP if form.together else 1]
     for part in form.segments:
         made += [KINDS[part.kind], part.width]
     return made + [0, 0] * (MOST_SEGMENTS - len(form.segments))
@@ -41,6 +41,9 @@ def record_rows(ctx: LoweringContext, pages: View, table: View, form: RecordForm
     """RowShape of records.cpp."""
     if pages.dtype != "uint8" or ctx.static(pages.shape[-1]) != form.bytes:
         raise Refuse(f"records {form} in pages of {pages.dtype}, {pages.shape[-1]} wide")
+    rows = ctx.static(pages.shape[-2])
+    if form.together and (rows is None or rows % GROUP):
+        raise Refuse(f"records of {GROUP} rows together in pages of {pages.shape[-2]}")
     parts, plane = (pages.shape[1], pages.strides[1]) if len(pages.shape) == 4 else (1, 0)
     return [
         *paging(ctx, pages, table), parts, plane, pages.strides[0], pages.strides[-2],
@@ -75,7 +78,7 @@ def append_records(ctx: LoweringContext, node: Node) -> None:
         writes=[out],
         range=product(table.shape[:1]) * new_rows,
         grain=grain(ctx, 8 * width),
-        scratch=8 * width,
+        scratch=8 * width + form.bytes,
         label="append_records",
     )
 
@@ -100,6 +103,6 @@ def read_records(ctx: LoweringContext, node: Node) -> None:
         writes=[out],
         range=product(table.shape),
         grain=grain(ctx, product([pages.shape[-2], width])),
-        scratch=4 * product([*pages.shape[1:-2], form.width]),
+        scratch=4 * product([*pages.shape[1:-2], form.width]) + form.bytes,
         label="read_records",
     )

@@ -12,6 +12,7 @@ from graphc.ir.types import dim_max, same
 from graphc.lowering.context import Dim, LoweringContext, Refuse, View
 from graphc.lowering.templates.operand import FAST
 from graphc.lowering.work import smaller
+from graphc.ops.records import GROUP
 
 if TYPE_CHECKING:
     from graphc.ops.records import RecordFormat
@@ -67,6 +68,9 @@ def row_source(
     if records is not None:
         if found.dtype != "uint8" or ctx.static(found.shape[-1]) != records.bytes:
             raise Refuse(f"records {records} in rows of {found.shape[-1]} {found.dtype}")
+        rows = ctx.static(found.shape[-2])
+        if records.together and (table is None or rows is None or rows % GROUP):
+            raise Refuse(f"records of {GROUP} rows together in pages of {found.shape[-2]}")
         if len(found.shape) == 4:
             if ctx.static(found.shape[1]) != 2:
                 raise Refuse(f"records of {found.shape[1]} terms")

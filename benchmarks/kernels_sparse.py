@@ -2,6 +2,9 @@
 where it is what takes time, bytes as a share of a pure read in the same run where few queries meet
 many rows.
 
+Cases with records also run over the same rows in FP8, in turn with the others; the figure is how
+many times as fast that is.
+
 Rows lie in shuffled pages of 64. Cases of some queries stand for the mean position of a prefill of
 twice that length: they are at `start`, over a cache of twice as many rows.
 """
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.kernels_common import DTYPES, Bench, chosen, reader
+from graphc.ops.records import record_format
 
 PAGE = 64
 #: bytes of rows in a run of a cold case: several times a large last-level cache
@@ -38,6 +42,7 @@ class Case:
     dense: bool = False
     cold: bool = False
     whole: bool = False  # a prefill from position 0
+    records: str = ""  # kind of the latent part in records whose other part stays bf16
 
     @property
     def name(self) -> str:
@@ -85,13 +90,16 @@ CASES = (
     Case(16, 128, 16384, 64),
     *(Case(*size, length, 1, cold=True) for size in ((8, 64), (16, 128), (64, 128))
       for length in (8191, 32767, 131071)),
-    Case(16, 576, 4096, 64, latent=512),
-    Case(8, 576, 4096, 64, latent=512),
+    *(Case(heads, width + 64, 4096, 64, latent=width, records=kind)
+      for heads, width in ((16, 512), (8, 512), (16, 256)) for kind in ("fp8_pow2", "fp8")),
+    Case(16, 576, 16384, 64, latent=512, records="fp8_pow2"),
+    Case(8, 576, 16384, 64, latent=512, records="fp8_pow2"),
     Case(16, 192, 4096, 64, latent=128),
     Case(128, 576, 4096, 8, latent=512),
     Case(16, 576, 65536, 64, latent=512),
-    Case(16, 576, 131071, 1, latent=512, cold=True),
-    *(Case(heads, 576, length, 1, latent=512, dense=True, cold=True)
+    *(Case(16, 576, 131071, 1, latent=512, cold=True, records=kind)
+      for kind in ("fp8_pow2", "fp8")),
+    *(Case(heads, 576, length, 1, latent=512, dense=True, cold=True, records="fp8_pow2")
       for heads in (8, 16) for length in (8191, 32767)),
     Case(16, 576, 8191, 4, latent=512, dense=True, cold=True),
 )  # fmt: skip
@@ -100,9 +108,10 @@ CASES = (
 class Calls(nn.Module):
     """One operator per cache, or per choice of rows of one cache."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, form: str = "") -> None:
         super().__init__()
         self.case = case
+        self.form = form
 
     def forward(self, *operands: torch.Tensor) -> list[torch.Tensor]:
         query, weights, table, start, pages, *others = operands
@@ -112,7 +121,7 @@ class Calls(nn.Module):
                 ops.paged_lightning_indexer(query, weights, cache, table, start, count=case.count)
                 for cache in (pages, *others)
             ]
-        options = {"latent": case.latent, "scale": case.width**-0.5}
+        options = {"latent": case.latent, "scale": case.width**-0.5, "format": self.form}
         if case.dense:
             return [
                 ops.latent_attention(query, cache, table, start, **options)
@@ -122,14 +131,31 @@ class Calls(nn.Module):
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers on huge pages, as the states of a session have."""
-    values = torch.randn(shape).to(dtype)
+    """Random numbers on huge pages, as the states of a session have them."""
+    return on_huge_pages(torch.randn(shape).to(dtype))
+
+
+def on_huge_pages(values: torch.Tensor) -> torch.Tensor:
+    """A copy."""
     nbytes = values.numel() * values.element_size()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, (nbytes + (4 << 20)) & -(2 << 20), flags)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(memory, dtype=dtype, count=values.numel()).view(shape)
-    return tensor.copy_(values)
+    tensor = torch.frombuffer(memory, dtype=values.dtype, count=values.numel())
+    return tensor.view(values.shape).copy_(values)
+
+
+def in_records(
+    bench: Bench, case: Case, inputs: Sequence[torch.Tensor]
+) -> tuple[str, Callable[[], object]]:
+    """What runs over the same rows in records, and its name."""
+    form = record_format(f"{case.records}:{case.latent}+bf16:{case.width - case.latent}")
+    narrow = tuple(
+        on_huge_pages(form.encode(x)) if x.dim() == 3 and x.shape[1:] == (PAGE, case.width) else x
+        for x in inputs
+    )
+    session = bench.session(Calls(case, str(form)), narrow)
+    return case.records, partial(session.run, *narrow)
 
 
 def choice(case: Case) -> torch.Tensor:
@@ -170,13 +196,18 @@ def measure(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> None:
             run = partial(bench.session(Calls(case), inputs).run, *inputs)
             caches = [x for x in inputs if x.dtype == kind and x.shape[1] == PAGE]
             size = case.rows * case.width * kind.itemsize if case.chooses else nbytes
-            times = bench.times({"ours": run, "read": partial(_read, read, caches, size)})
+            calls = {"ours": run, "read": partial(_read, read, caches, size)}
+            if case.records and dtype == "bf16":
+                calls |= [in_records(bench, case, inputs)]
+            times = bench.times(calls)
             rate = 1e-9 * count * case.operations() / times["ours"]
             text = f"{rate:6.1f} GFLOP/s {100 * rate / bench.peak(dtype):5.1f} % of the peak"
             if case.cold:
                 rate = 1e-9 * count * nbytes / times["ours"]
                 share = 100 * rate / (1e-9 * len(caches) * size / times["read"])
                 text += f", {rate:5.1f} GB/s {share:5.1f} % of a read"
+            if case.records in times:
+                text += f", {times['ours'] / times[case.records]:.2f} x in {case.records}"
             each = 1e6 * times["ours"] / count / case.queries
             print(f"{dtype}  {case.name:58s} {each:9.1f} us a query {text}", flush=True)
 

@@ -64,11 +64,18 @@ class RecordReader {
   inline __attribute__((always_inline))
   void tile(const uint8_t* codes, int64_t n, float scale, bf16* to) {
     const uint32_t bias = bias_of(f32_to_bits(scale));
-    if (n != FP8_TILE || bias == 0 ||
-        (irregular(_mm512_loadu_si512(codes)) | irregular(_mm512_loadu_si512(codes + 64))) != 0)
-      return look_up(codes, n, scale, to);
-#pragma GCC unroll 4
-    for (int i = 0; i < FP8_TILE; i += 32) {
+    int64_t i = 0;
+    if (bias != 0) {
+#pragma GCC unroll 2
+      for (; i + 64 <= n; i += 64)
+        if (irregular(_mm512_loadu_si512(codes + i))) look_up(codes + i, 64, scale, to + i);
+        else shift(codes + i, bias, to + i);
+    }
+    if (i < n) look_up(codes + i, n - i, scale, to + i);
+  }
+  GC_INLINE void shift(const uint8_t* codes, uint32_t bias, bf16* to) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 64; i += 32) {
       const __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)));
       const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(c, 4), _mm512_set1_epi16((short)0x87f0));
       _mm512_storeu_si512(to + i, _mm512_add_epi16(bits, _mm512_set1_epi16((short)bias)));

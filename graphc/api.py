@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphc.garbage import rarely_collected
-from graphc.quantization import OPENS, quantization
+from graphc.quantization import OPENS, Quantization, quantization
 from graphc.report import BisectRecord, BuildReport, PassRecord, PrecisionReport, StageRecord
 from graphc.toolchain.isa import Isa
 
@@ -141,11 +141,12 @@ def build_captured(
     files: Mapping[str, str] | None = None,
     records: Sequence[PassRecord] = (),
     policy: Precision | None = None,
+    asked: Quantization | None = None,
 ) -> BuildReport:
     """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
     `sides`, these graphs of it (the phases of a decoder), which passes that left `records` made.
-    `files` are put beside the plan's own. `policy` is what may be narrowed, if it is not as the
-    options say."""
+    `files` are put beside the plan's own. `policy` is what may be narrowed, `asked` what is to be,
+    if it is not as the options say."""
     from cache.store import Store
     from graphc.builder import Request, Side, build_plan
     from graphc.ir.text import print_graph
@@ -160,7 +161,7 @@ def build_captured(
     phase = options.phase or table.default_phase_of(model)
     policy = policy or precision_policy(table, options)
     graphs = len(sides) or 1 + len(variants)
-    asked = quantization(options.quant)
+    asked = asked or quantization(options.quant)
     passes = pipeline(
         options.disable_pass,
         [*machine_options(level, graphs), *asked.pass_options(), *options.pass_options],

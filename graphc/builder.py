@@ -187,6 +187,11 @@ class _Build:
                 "expected results of one form for all lengths, found different ones",
                 hint="ask for a smaller range with --dynamic",
             )
+        if before and _forms(lowered.graph) != _forms(before[0].graph):
+            raise UnsupportedError(
+                "expected states of one form for all lengths, found different ones",
+                hint="leave out what narrows them (--quant), or ask for a smaller bucket",
+            )
         base = sum(len(other.constants) for other in before)
         for info in lowered.buffers:
             if info.kind == "weight":
@@ -362,6 +367,11 @@ class _Build:
             ranges=index_ranges([side.graph for side in request.sides]),
             decoder=request.decoder,
         )
+
+
+def _forms(graph: Graph) -> list[tuple[str, TensorType]]:
+    """The states by name and type."""
+    return [(state.name, state.type) for state in graph.states]
 
 
 def collect_units(sides: Sequence[Lowered]) -> list[Unit]:

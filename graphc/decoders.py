@@ -173,9 +173,9 @@ def build_traced(
     watched: list[Mapping[str, Value]] = []
 
     def prepare(graph: Graph) -> Graph:
-        index = [spec.buffer for spec in decoder.specs if spec.index]
-        # several graphs read the weights, some of them for many rows
-        wanted = [NO_CODES, *asked.pass_options(index), *options.pass_options]
+        # several graphs read the weights, some of them for many rows; how states are read is
+        # known when a phase's lengths are
+        wanted = [NO_CODES, *asked.of_weights().pass_options(), *options.pass_options]
         made, found = run_passes(
             checked(graph, policy, "decoder"), pipeline(options.disable_pass, wanted),
             verify=options.verify, dump=options.dump_passes, phase="all",
@@ -189,13 +189,13 @@ def build_traced(
 
     clock = time.perf_counter()
     phases = _phase_graphs(traced.captures, decoder, traced.limits, prepare)
-    asked.check(records)
+    asked.of_weights().check(records)
     seconds = traced.seconds + time.perf_counter() - clock
     stages = (*options.stages, StageRecord("capture", seconds))
-    rest = replace(options, stages=stages, quant=())  # what was asked for is done
     return build_captured(
-        _with_results(phases.captured, watched), Path(output), rest, model=traced.name,
-        source="decoder",
+        _with_results(phases.captured, watched), Path(output), replace(options, stages=stages),
+        model=traced.name, source="decoder",
+        asked=asked.of_states([spec.buffer for spec in decoder.specs if spec.index]),
         sides=phase_sides(phases, traced.buckets),
         decoder=structs.replace(
             phases.decoder, stop=list(decoder.stop), begin=list(decoder.begin), text=traced.text

@@ -10,7 +10,7 @@ weights=int8           projections and experts: int8, int4_g32, int4_g128, mxfp4
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphc.errors import UsageError
 from graphc.report import PassRecord
@@ -35,17 +35,27 @@ _HINTS = {"index": _PAGES, "kv": _PAGES, "weights": "leave it out"}
 
 @dataclass(frozen=True)
 class Quantization:
-    """Forms by role, "" where nothing is narrowed."""
+    """Forms by role, "" where nothing is narrowed. index_states: states known to hold keys of
+    indexers, where a graph writes them and does not read them."""
 
     index: str = ""
     rescore: bool = False
     kv: str = ""
     rope: bool = False
     weights: str = ""
+    index_states: tuple[str, ...] = ()
 
-    def pass_options(self, index_states: Sequence[str] = ()) -> list[str]:
-        """For `graphc.rewrite.configure`. index_states: states known to hold keys of indexers."""
-        names = " ".join(index_states)
+    def of_weights(self) -> Quantization:
+        """What concerns weights alone."""
+        return replace(self, index="", kv="")
+
+    def of_states(self, index: Sequence[str]) -> Quantization:
+        """What concerns states alone; index: those that hold keys of indexers."""
+        return replace(self, weights="", index_states=tuple(index))
+
+    def pass_options(self) -> list[str]:
+        """For `graphc.rewrite.configure`."""
+        names = " ".join(self.index_states)
         made: list[str] = []
         if self.index:
             rescore = RESCORE if self.rescore else 0

@@ -8,6 +8,7 @@ import torch
 import graphc.ops  # noqa: F401
 from graphc.lowering.context import Refuse
 from graphc.lowering.templates import lightning_indexer, pooled_indexer  # noqa: F401
+from graphc.ops.records import record_format
 from tests.kernel_harness import Constant, available_isas, lower, run_rule
 from tests.kernel_in_place import run_in_place
 
@@ -167,3 +168,31 @@ def test_refusals() -> None:
         lower(RING, [torch.zeros(1, 4, 24), [key] * 3, start, slots], isa=ISAS[0])
     with pytest.raises(Refuse, match="a ring over"):
         lower(RING, [ring, [key.bfloat16(), key], start, slots], isa=ISAS[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_records(isa: str, dtype: torch.dtype) -> None:
+    """Pools kept in records and chosen from them; what is chosen is as in plain pages of the same
+    numbers."""
+    form = record_format("mxfp8_floor:40")
+    table, starts = tables(2, 20), ints(300, 17)
+    pages = form.encode(torch.randn(43, 4, 40))
+    ring, bias = torch.randn(5, 4, 80).to(dtype), torch.randn(4, 40)
+    key, gate = torch.randn(2, 9, 40).to(dtype), torch.randn(2, 9, 40).to(dtype)
+    operands = [pages, ring, key, gate, bias, table, starts, ints(4, 1)]
+    keywords = {"format": str(form)}
+    (got,) = run_rule(POOL, operands, keywords, isa=isa)
+    expected = ops.pool_keys(*operands, **keywords)
+    changed = (expected != pages).any(-1)
+    assert torch.equal(got[~changed], pages[~changed]) and 4 <= int(changed.sum()) <= 5
+    read = form.decode(got, torch.float32) - form.decode(expected, torch.float32)
+    assert float(read.abs().max()) <= 0.13  # a step of E4M3 where exp rounds otherwise
+
+    query, weights = whole(2, 9, 3, 40, dtype=dtype), whole(2, 9, 3)
+    keys = whole(43, 4, 40)
+    options = {"count": 6, "pool": 4}
+    arguments = [query, weights, form.encode(keys), table, starts]
+    (chosen,) = run_rule(INDEXER, arguments, {**options, **keywords}, isa=isa)
+    arguments[2] = keys.to(dtype)
+    assert torch.equal(chosen, ops.pooled_indexer(*arguments, **options))

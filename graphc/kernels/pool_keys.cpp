@@ -2,11 +2,12 @@
 //
 // gc_pool_keys_*   ptr = {pages, ring, key, gate, bias, table, start, slots}; bias is float [P][D].
 //   The range is (sequence, pool that its new tokens may complete). Tokens before `start` are read
-//   from the ring.
+//   from the ring. gc_pool_records_*: the pages hold records; scratch: a row of floats.
 // gc_append_ring_*  ptr = {ring, key, gate, start, slots}. The range is (sequence, one of its last
 //   P new tokens).
 #include "abi.h"
 #include "paging.h"
+#include "records.h"
 #include "vmath.h"
 
 #ifndef GC_POOL_KEYS
@@ -22,6 +23,7 @@ struct Tokens {
   int64_t slots;
   gc_paging paging;     // rows are pools
   int64_t page, row;    // strides of the pages
+  gc_record_format format;  // where they hold records
 };
 
 // Key and gate of the token at each position of a sequence, new or in its slot of the ring.
@@ -39,8 +41,8 @@ template <class T> struct Source {
 };
 
 // to[n] = the mean of the keys of a pool that begins at position p, by channel.
-template <class T>
-void pool_of(const Source<T>& source, int64_t p, const float* bias, T* to) {
+template <class T, class To>
+void pool_of(const Source<T>& source, int64_t p, const float* bias, To* to) {
   const int64_t count = source.s->pool, width = source.s->width;
   sweep<1>(0, width, [&](int64_t n, auto w, auto) __attribute__((always_inline)) {
     const auto logit = [&](int64_t i) __attribute__((always_inline)) {
@@ -61,7 +63,7 @@ void pool_of(const Source<T>& source, int64_t p, const float* bias, T* to) {
   });
 }
 
-template <class T>
+template <class T, bool Records>
 void pool_keys(const gc_args* args, int64_t begin, int64_t end) {
   const Tokens* s = (const Tokens*)args->imm;
   const int32_t *table = (const int32_t*)args->ptr[5], *start = (const int32_t*)args->ptr[6],
@@ -76,8 +78,15 @@ void pool_keys(const gc_args* args, int64_t begin, int64_t end) {
     const Source<T> source = {s, (const T*)args->ptr[1] + slot * s->pool * 2 * s->width,
                               (const T*)args->ptr[2] + b * s->key_b,
                               (const T*)args->ptr[3] + b * s->gate_b, first};
-    pool_of(source, pool * s->pool, (const float*)args->ptr[4],
-            (T*)args->ptr[0] + page * s->page + pool % s->paging.rows * s->row);
+    const int64_t place = page * s->page + pool % s->paging.rows * s->row;
+    const float* const bias = (const float*)args->ptr[4];
+    if (Records) {
+      float* const row = (float*)args->scratch;
+      pool_of(source, pool * s->pool, bias, row);
+      encode_record(row, &s->format, (uint8_t*)args->ptr[0] + place);
+    } else {
+      pool_of(source, pool * s->pool, bias, (T*)args->ptr[0] + place);
+    }
   }
 }
 
@@ -101,7 +110,10 @@ void append_ring(const gc_args* args, int64_t begin, int64_t end) {
 
 #define GC_DEFINE(TAG, TYPE)                                                                   \
   GC_EXPORT void gc_pool_keys_##TAG(const gc_args* args, int64_t begin, int64_t end) {         \
-    gc::pool_keys<TYPE>(args, begin, end);                                                     \
+    gc::pool_keys<TYPE, false>(args, begin, end);                                              \
+  }                                                                                            \
+  GC_EXPORT void gc_pool_records_##TAG(const gc_args* args, int64_t begin, int64_t end) {      \
+    gc::pool_keys<TYPE, true>(args, begin, end);                                               \
   }                                                                                            \
   GC_EXPORT void gc_append_ring_##TAG(const gc_args* args, int64_t begin, int64_t end) {       \
     gc::append_ring<TYPE>(args, begin, end);                                                   \

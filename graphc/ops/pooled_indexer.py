@@ -19,20 +19,24 @@ from collections.abc import Sequence
 import torch
 
 from graphc.ops.library import define
+from graphc.ops.record_pages import narrowed, read_rows
+from graphc.ops.records import record_format
 
 
 def _pool_meta(
     pages: torch.Tensor, ring: torch.Tensor, key: torch.Tensor, gate: torch.Tensor,
-    bias: torch.Tensor, table: torch.Tensor, start: torch.Tensor, slots: torch.Tensor,
+    bias: torch.Tensor, table: torch.Tensor, start: torch.Tensor, slots: torch.Tensor, *,
+    format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     return torch.empty_like(pages)
 
 
 @define("pool_keys(Tensor pages, Tensor ring, Tensor key, Tensor gate, Tensor bias, Tensor table, "
-        "Tensor start, Tensor slots) -> Tensor", _pool_meta)  # fmt: skip
+        "Tensor start, Tensor slots, *, str format='') -> Tensor", _pool_meta)  # fmt: skip
 def pool_keys(
     pages: torch.Tensor, ring: torch.Tensor, key: torch.Tensor, gate: torch.Tensor,
-    bias: torch.Tensor, table: torch.Tensor, start: torch.Tensor, slots: torch.Tensor,
+    bias: torch.Tensor, table: torch.Tensor, start: torch.Tensor, slots: torch.Tensor, *,
+    format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """The pages with the keys of the pools that the new tokens complete.
 
@@ -44,6 +48,7 @@ def pool_keys(
         bias: [P, D].
         table: int32 [B, M]; a pool whose page is -1 is not written.
         start, slots: int32 [B].
+        format: of pages that hold records, [N, R, bytes] (`graphc.ops.record_pages`).
     """
     out = pages.clone()
     size, rows = bias.shape[0], pages.shape[1]
@@ -60,7 +65,10 @@ def pool_keys(
             tokens = torch.stack([old[p % size] if p < first else new[p - first] for p in places])
             keys, gates = tokens.chunk(2, -1)
             shares = torch.softmax(gates + bias.to(kind), 0)
-            out[page, pool % rows] = (shares * keys).sum(0).to(pages.dtype)
+            mean = (shares * keys).sum(0)
+            if format:
+                mean = record_format(format).encode(mean)
+            out[page, pool % rows] = mean.to(pages.dtype)
     return out
 
 
@@ -93,17 +101,17 @@ def append_ring(
 
 def _meta(
     query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    start: torch.Tensor, *, count: int, pool: int,
+    start: torch.Tensor, *, count: int, pool: int, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     width = count * pool + pool - 1
     return query.new_empty([*query.shape[:2], width], dtype=torch.int32)
 
 
 @define("pooled_indexer(Tensor query, Tensor weights, Tensor pages, Tensor table, Tensor start, *, "
-        "int count, int pool) -> Tensor", _meta)  # fmt: skip
+        "int count, int pool, str format='') -> Tensor", _meta)  # fmt: skip
 def pooled_indexer(
     query: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    start: torch.Tensor, *, count: int, pool: int,
+    start: torch.Tensor, *, count: int, pool: int, format: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """int32 [B, T, count * pool + pool - 1]: positions of tokens in ascending order, then -1.
 
@@ -113,8 +121,11 @@ def pooled_indexer(
         pages: [N, R, D], pooled keys of `pool` tokens each, R of them a page.
         table: int32 [B, M].
         start: int32 [B]: query t of sequence b is at position start[b] + t.
+        format: of keys in records, [N, R, bytes]; queries are narrowed in the same way.
     """
-    key = torch.ops.graphc.read_pages(pages, table, 0, pages.shape[2])
+    if format:
+        query = narrowed(query, format)
+    key = read_rows(pages, table, query.dtype, format)
     kind = torch.promote_types(query.dtype, torch.float32)
     batch, length = query.shape[:2]
     inside = torch.arange(pool)

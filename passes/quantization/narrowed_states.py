@@ -17,9 +17,12 @@ from graphc.rewrite.facts import packet_of
 
 #: operators that read records themselves
 READERS = frozenset(
-    f"graphc.{name}" for name in ("latent_attention", "paged_attention", "paged_lightning_indexer")
+    f"graphc.{name}"
+    for name in ("latent_attention", "paged_attention", "paged_lightning_indexer", "pooled_indexer")
 )
-INDEXERS = ("graphc.paged_lightning_indexer", "graphc.lightning_indexer")
+#: of these, those that rank
+INDEXERS = ("graphc.paged_lightning_indexer", "graphc.pooled_indexer")
+WRITERS = ("graphc.append_pages", "graphc.pool_keys")
 PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -28,7 +31,7 @@ class Rows:
     """A state of rows in pages that a graph appends to."""
 
     state: Value
-    node: Node  # append_pages
+    node: Node  # append_pages, or pool_keys
     readers: tuple[Node, ...]
 
     @property
@@ -59,7 +62,7 @@ def appended_rows(graph: Graph, facts: Facts) -> Iterator[Rows | tuple[Node, str
     """The states whose rows are numbers in pages, or a node and why its state cannot change."""
     for state, made in graph.state_updates.items():
         node = made.producer
-        if node is None or packet_of(made) != "graphc.append_pages" or node.args[0] is not state:
+        if node is None or packet_of(made) not in WRITERS or node.args[0] is not state:
             continue
         if state.type.dtype not in PLAIN or not isinstance(state.type.shape[-1], int):
             continue
@@ -113,6 +116,10 @@ def narrow(graph: Graph, rows: Mapping[Value, tuple[Rows, Narrowed]], log: Log, 
 def _content(rows: torch.Tensor, form: Narrowed) -> torch.Tensor:
     """Rows [N, ..., P, W] as records; zeros as zeros, whatever the scale of nothing is."""
     records = record_format(form.format)
+    if not any(rows.stride()) and not bool(rows[(0,) * rows.dim()]):  # one zero seen many times
+        terms = (form.terms,) if form.terms > 1 else ()
+        shape = (rows.shape[0], *terms, *rows.shape[1:-1], records.bytes)
+        return torch.zeros((), dtype=torch.uint8).expand(shape)
     if form.terms > 1:
         left = rows - records.decode(records.encode(rows), rows.dtype)
         rows = torch.stack([rows, left], 1)
@@ -122,6 +129,8 @@ def _content(rows: torch.Tensor, form: Narrowed) -> torch.Tensor:
 
 
 def _append(builder: Builder, node: Node, form: Narrowed) -> Sequence[Value]:
+    if packet_of(node.outputs[0]) == "graphc.pool_keys":
+        return builder.call(node.op, *node.args, format=form.format)
     keywords: dict[str, Any] = {"terms": form.terms} if form.terms > 1 else {}
     op = torch.ops.graphc.append_records.default
     return builder.call(op, *node.args, format=form.format, **keywords)

@@ -46,8 +46,10 @@ class QuantizeIndex:
                 log.refused(self.name, *found)
             elif not found.ranks and found.state.name not in told:
                 continue
-            elif any(packet_of(n.outputs[0]) != INDEXERS[0] for n in found.readers):
+            elif any(packet_of(n.outputs[0]) not in INDEXERS for n in found.readers):
                 log.refused(self.name, found.node, "its keys are not read by the indexer alone")
+            elif self.rescore and packet_of(found.node.outputs[0]) == "graphc.pool_keys":
+                log.refused(self.name, found.node, "pools are not chosen again")
             else:
                 narrowed[found.state] = (found, self._narrowed(found))
         return narrow(graph, narrowed, log, self.name)

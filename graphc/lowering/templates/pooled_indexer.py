@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphc.ir.types import as_dim
+from graphc.ir.types import as_dim, same
 from graphc.lowering.context import LoweringContext, Refuse, Unit, View, ceildiv, rule
 from graphc.lowering.templates.lightning_indexer import choose
 from graphc.lowering.templates.operand import STORAGE
 from graphc.lowering.templates.pages import integers, paging
+from graphc.lowering.templates.records import format_immediates
 from graphc.lowering.templates.row_source import (
     one_dtype,
     row_source,
@@ -18,6 +19,7 @@ from graphc.lowering.templates.row_source import (
 )
 from graphc.lowering.templates.strided import grain, start_from
 from graphc.lowering.work import smaller
+from graphc.ops.records import record_format
 
 if TYPE_CHECKING:
     from graphc.ir.graph import Node
@@ -31,10 +33,14 @@ def pool_keys(ctx: LoweringContext, node: Node) -> None:
     """
     base, ring = ctx.contiguous(node.argument("pages")), ctx.contiguous(node.argument("ring"))
     key, gate = (with_adjacent_items(ctx, node.argument(name)) for name in ("key", "gate"))
-    kind = one_dtype("pooled keys", base, ring, key, gate)
+    text = node.argument("format")
+    form = record_format(text) if text else None
+    kind = one_dtype("pooled keys", *(() if form else (base,)), ring, key, gate)
+    if form and (base.dtype != "uint8" or not same(base.shape[2], form.bytes) or form.together):
+        raise Refuse(f"records {form} in pages of {base.dtype}, {base.shape[2]} wide")
     bias = _bias(ctx, node)
     table, start, slots = (integers(ctx, node, name) for name in ("table", "start", "slots"))
-    for width in (gate.shape[2], bias.shape[1], base.shape[2]):
+    for width in (gate.shape[2], bias.shape[1], form.width if form else base.shape[2]):
         same_width("pooled keys", key.shape[2], width)
     (out,) = ctx.outputs(node)
     start_from(ctx, base, out, node.name)
@@ -42,14 +48,15 @@ def pool_keys(ctx: LoweringContext, node: Node) -> None:
     operands = [ring, key, gate, bias, table, start, slots]
     ctx.kernel(
         _unit(ctx, kind, key),
-        f"gc_pool_keys_{kind}",
+        f"gc_pool_{'records' if form else 'keys'}_{kind}",
         pointers=[out, *operands],
         immediates=[
             pool, key.shape[2], key.shape[1], *key.strides[:2], *gate.strides[:2], ring.shape[0],
-            *paging(ctx, out, table), *out.strides[:2],
+            *paging(ctx, out, table), *out.strides[:2], *(format_immediates(form) if form else []),
         ],
         reads=operands,
         writes=[out],
+        scratch=4 * key.shape[2] if form else 0,
         range=key.shape[0] * ceildiv(key.shape[1], pool),
         grain=grain(ctx, 8 * pool * key.shape[2]),
         label=node.name,
@@ -92,12 +99,15 @@ def append_ring(ctx: LoweringContext, node: Node) -> None:
 @rule("graphc.pooled_indexer.default")
 def pooled_indexer(ctx: LoweringContext, node: Node) -> None:
     """query [B, T, Hi, D], weights [B, T, Hi], pages [N, R, D] -> int32 [B, T, K]."""
-    source = row_source(ctx, *(node.argument(name) for name in ("pages", "table", "start")))
+    text = node.argument("format")
+    form = record_format(text) if text else None
+    places = (node.argument(name) for name in ("pages", "table", "start"))
+    source = row_source(ctx, *places, records=form)
     count, pool = int(node.argument("count")), int(node.argument("pool"))
     (out,) = ctx.outputs(node)
     batch, queries, width = out.shape
     chosen = ctx.workspace([batch, queries, count], "int32")
-    choose(ctx, node, source, chosen, pool=pool)
+    choose(ctx, node, source, chosen, pool=pool, form=form)
     assert source.start is not None
     ctx.kernel(
         Unit("pooled_indexer", ctx.header("pooled_indexer.cpp")),

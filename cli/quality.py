@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: rows of a table on a terminal; `--json` has all
 ROWS = 12
+#: keys that no budget is for
+CONTROLS = ("plain", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Budgets:
             if self.perplexity is not None and not found.change <= self.perplexity:
                 yield f"{found.quant}: perplexity {found.change:+.3f} % at {bucket.bucket}"
         for rank in bucket.ranking:
+            if rank.form in CONTROLS:
+                continue
             where = f"{rank.form}: {rank.layer}"
             if self.kept is not None and not rank.kept >= self.kept:
                 yield f"{where} keeps {rank.kept:.3f} % of the attention weight at {bucket.bucket}"
@@ -143,9 +147,7 @@ def print_quality(report: QualityReport) -> None:
         print_table(("narrowed", "part", "all", "by position"), errors(bucket)[:ROWS], "llrl")
 
 
-RANKS = (
-    "layer", "keys", "overlap", "predicted", "mass", "kept", "recall", "dropped",
-)  # fmt: skip
+RANKS = ("layer", "keys", "overlap", "predicted", "mass", "kept", "recall", "dropped")
 
 
 def perplexities(bucket: BucketQuality) -> list[tuple[str, ...]]:
@@ -164,7 +166,8 @@ def ranks(bucket: BucketQuality) -> list[tuple[str, ...]]:
     return [
         (
             r.layer, r.form, f"{r.overlap:.3f}", f"{r.predicted:.3f}", f"{r.mass:.3f}",
-            f"{r.kept:.3f}", f"{r.recall:.3f}", f"{r.drop:+.3f}",
+            f"{r.kept:.3f} ± {r.kept_error:.3f}", f"{r.recall:.3f}",
+            f"{r.drop:+.3f} ± {r.drop_error:.3f}",
         )
         for r in ordered
     ]  # fmt: skip

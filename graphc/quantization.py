@@ -1,7 +1,9 @@
 """What is to be narrowed, in a user's words, and the pass options that do it.
 
 index=mxfp8            keys of the Lightning Indexer; _floor (OCP, the default), _ceil or _even
-index=mxfp8+rescore    chosen again, among a fifth more, by a second term of each key
+index=mxfp8+rescore    chosen again, among a fifth more (64 at least), by a second term of each
+                       key; of the scale rules _ceil is the default then: nothing saturates, and
+                       two terms are a number of bfloat16 exactly
 kv=fp8                 keys and values, latent rows; scales of fp8_pow2 are powers of two
 kv=fp8+rope            also the part of latent rows that carries positions
 weights=int8           projections and experts: int8, int4_g32, int4_g128, mxfp4
@@ -95,7 +97,8 @@ def quantization(words: Iterable[str]) -> Quantization:
         role, _, form = word.partition("=")
         name, plus, extra = form.partition("+")
         if role == "index" and name in INDEX and extra in ("", "rescore"):
-            found |= {"index": INDEX[name], "rescore": bool(plus)}
+            kind = "mxfp8_ceil" if plus and name == "mxfp8" else INDEX[name]
+            found |= {"index": kind, "rescore": bool(plus)}
         elif role == "kv" and name in KV and extra in ("", "rope"):
             found |= {"kv": KV[name], "rope": bool(plus)}
         elif role == "weights" and form in WEIGHTS:

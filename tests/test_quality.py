@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 from cli.main import cli
 from graphc.errors import NumericsError, UsageError
 from graphc.models.functional import index_scores, select
+from graphc.ops.lightning_indexer import candidates_for
 from graphc.quality.judge import combinations, forms_of, records
 from graphc.quality.ranking import (
     PLAIN,
@@ -30,6 +32,7 @@ from graphc.quality.ranking import (
     scores,
 )
 from graphc.quality.runs import Stretches, paired, positions, windows
+from graphc.quantization import quantization
 
 MODEL = """\
 from dataclasses import replace
@@ -131,6 +134,7 @@ def test_measures_of_choices_made_by_hand() -> None:
     layer, other = records("layer", found)
     assert (layer.drop, layer.kept, layer.kept_bf16) == (0, 100, pytest.approx(125))
     assert (other.drop, other.kept, other.kept_bf16) == (0, pytest.approx(80), 100)
+    assert other.kept_error == pytest.approx(0, abs=1e-4) and other.drop_error == 0  # one query
     assert (other.queries, other.samples, other.overlap) == (1, 2, 50)
 
 
@@ -156,10 +160,22 @@ def test_narrowed_keys_lose_what_they_should() -> None:
 def test_second_terms_decide_among_candidates_only() -> None:
     """A key that the first term ranks too low stays out, whatever the second says."""
     given = asked(count=8)
-    form = Form("again", "mxfp8_floor", 1.0)  # as many candidates as are chosen
-    chosen, _ = choice(given, form)
-    first, _ = choice(given, Form("mx", "mxfp8_floor"))
-    assert torch.equal(chosen, first)
+    chosen, _ = choice(given, Form("again", "mxfp8_floor", 1.0))
+    first, _ = choice(replace(given, count=8 + 64), Form("mx", "mxfp8_floor"))
+    best, _ = choice(given, PLAIN)
+    assert not bool((chosen & ~first).any())
+    assert (chosen & best).sum() > 0.99 * best.sum()
+    assert (candidates_for(8, 1.2), candidates_for(2048, 1.2)) == (72, 2458)
+
+
+def test_two_terms_are_bfloat16_where_nothing_saturates() -> None:
+    """E4M3 twice has its eight bits: the second choice is the plain one among the candidates."""
+    keys = drawn(200, 64).bfloat16()
+    ceil, floor = (Form("x", f"mxfp8_{rule}", 1.2).terms(keys)[1] for rule in ("ceil", "floor"))
+    assert torch.equal(ceil, keys.float())
+    assert not torch.equal(floor, keys.float())
+    assert quantization(["index=mxfp8+rescore"]).index == "mxfp8_ceil"
+    assert quantization(["index=mxfp8_floor+rescore"]).index == "mxfp8_floor"
 
 
 def test_log_losses_are_paired() -> None:
@@ -204,7 +220,7 @@ def test_what_is_judged() -> None:
     assert combinations(("kv=fp8",)) == (("kv=fp8",),)
     names = [form.name for form in forms_of(("index=mxfp8_ceil", "kv=fp8"))]
     assert names == ["plain", "bfloat16", "index=mxfp8_ceil"]
-    assert [f.candidates for f in forms_of(())] == [0, 0, 0, 1.2]
+    assert [f.rescore for f in forms_of(())] == [0, 0, 0, 0, 1.2]
 
 
 # The command

@@ -9,10 +9,21 @@ chosen does not depend on how many there are, so that prefill, chunks and decode
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from graphc.ops.library import define
 from graphc.ops.record_pages import narrowed, read_rows
+
+#: candidates more than are chosen, at least
+MORE = 64
+
+
+def candidates_for(count: int, factor: float) -> int:
+    """How many keys first terms choose, among which both choose `count`: `factor` times as many,
+    and at least `MORE` more. Of few keys among many, noise moves more than a share of them."""
+    return max(math.ceil(factor * count), count + MORE)
 
 
 def _choose(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 #: what is judged where nothing is asked for
 DEFAULT = (
-    ("index=mxfp8",), ("index=mxfp8+rescore",), ("kv=fp8",), ("kv=fp8+rope",),
-    ("index=mxfp8", "kv=fp8"),
+    ("index=mxfp8",), ("index=mxfp8_ceil",), ("index=mxfp8+rescore",),
+    ("kv=fp8",), ("kv=fp8+rope",), ("index=mxfp8", "kv=fp8"),
 )  # fmt: skip
 #: the longest context of them
 CONTEXT = 1 << 15
@@ -151,11 +151,23 @@ def records(layer: str, ranks: Mapping[str, Ranks]) -> list[RankRecord]:
     means = {name: found.means() for name, found in ranks.items()}
     made: list[RankRecord] = []
     for name, own in means.items():
-        figures = {k: v if k.startswith("rho") else 100 * v for k, v in own.items()}
+        found = ranks[name]
+        figures = {"recall": 100 * own["recall"], "covered": 100 * own["covered"]}
         for suffix, reference in (("", PLAIN_FORM.name), ("_bf16", ROUNDED.name)):
-            figures[f"drop{suffix}"] = 100 * (means[reference]["recall"] - own["recall"])
-            figures[f"kept{suffix}"] = 100 * own["covered"] / means[reference]["covered"]
-        counts = {"queries": ranks[name].queries, "samples": ranks[name].relevant}
+            whole = 100 / means[reference]["covered"]
+            drop_error = found.error(f"dropped{suffix}", f"dropped_squares{suffix}")
+            kept_error = found.error(f"lost{suffix}", f"lost_squares{suffix}")
+            figures |= {
+                f"overlap{suffix}": 100 * own[f"overlap{suffix}"],
+                f"predicted{suffix}": 100 * own[f"predicted{suffix}"],
+                f"rho{suffix}": own[f"rho{suffix}"],
+                f"mass{suffix}": 100 * own[f"mass{suffix}"],
+                f"kept{suffix}": whole * own["covered"],
+                f"kept_error{suffix}": whole * kept_error,
+                f"drop{suffix}": 100 * own[f"dropped{suffix}"],
+                f"drop_error{suffix}": 100 * drop_error,
+            }
+        counts = {"queries": found.queries, "samples": found.relevant}
         fields = {"layer": layer, "form": name, **counts, **figures}
         made.append(msgspec.convert(fields, RankRecord))
     return made

@@ -99,7 +99,7 @@ def _indexers(graph: Graph) -> Iterator[tuple[Indexer, dict[str, Value]] | str]:
         chooser = indices.producer
         kind = chooser.target.rpartition(".")[0] if chooser is not None else ""
         if kind not in ("graphc.lightning_indexer", "graphc.paged_lightning_indexer"):
-            yield f"{layer}: its keys are not chosen by a Lightning Indexer over single tokens"
+            yield f"{layer}: its keys are not one Lightning Indexer's choice at all lengths"
             continue
         assert chooser is not None
         keys, rows = states.get(_pages(chooser)), states.get(node.args[1])

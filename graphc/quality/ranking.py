@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from graphc.models.functional import select
+from graphc.ops.lightning_indexer import candidates_for
 from graphc.ops.records import record_format
 
 #: numbers of a block of scores in memory at a time
@@ -34,19 +35,19 @@ _BLOCK = 1 << 24
 @dataclass(frozen=True)
 class Form:
     """What queries and keys become before they are scored: "" as they are, "bfloat16", or a kind
-    of MXFP8 (`graphc.ops.records`). candidates: with a second term of the keys, how many are
-    chosen by the first; 0: there is none."""
+    of MXFP8 (`graphc.ops.records`). rescore: with a second term of the keys, how many times as
+    many as are wanted the first chooses (`candidates_for`); 0: there is none."""
 
     name: str
     kind: str = ""
-    candidates: float = 0.0
+    rescore: float = 0.0
 
     def terms(self, key: Tensor) -> list[Tensor]:
         """Keys [S, D] as the terms that scoring reads, float32."""
         first = self.narrowed(key)
-        if not self.candidates:
+        if not self.rescore:
             return [first]
-        return [first, first + self.narrowed(key - first)]
+        return [first, first + self.narrowed(key.float() - first)]
 
     def narrowed(self, numbers: Tensor) -> Tensor:
         """[..., D] as they are kept, in float32."""
@@ -105,6 +106,11 @@ class Ranks:
         """Of a query."""
         return {name: value / max(self.queries, 1) for name, value in self.sums.items()}
 
+    def error(self, name: str, squares: str) -> float:
+        """The standard error of a mean, queries being independent."""
+        means, count = self.means(), max(self.queries, 1)
+        return math.sqrt(max(0.0, means[squares] - means[name] ** 2) / count)
+
 
 def scores(query: Tensor, weights: Tensor, key: Tensor, position: Tensor) -> Tensor:
     """sum_h weights[q, h] relu(query[q, h] . key[s]), -inf behind position[q]: float32 [Q, S].
@@ -145,7 +151,7 @@ def choice(asked: Asked, form: Form) -> tuple[Tensor, Tensor]:
     first = scores(query, asked.weights, terms[0], asked.position)
     if len(terms) == 1:
         return select(first, asked.count), first
-    among = select(first, math.ceil(form.candidates * asked.count))
+    among = select(first, candidates_for(asked.count, form.rescore))
     again = scores(asked.query, asked.weights, terms[1], asked.position)
     return select(again.masked_fill(~among, -torch.inf), asked.count), again
 
@@ -187,7 +193,8 @@ def measure(asked: Asked, forms: Sequence[Form], relevant: int, into: dict[str, 
 
     rho, predicted, overlap, mass: against the choice of the keys as they are; with `_bf16`
     behind: against that of queries and keys rounded to bfloat16. recall: of the `relevant` best;
-    covered: the share of the attention weight over all keys that is covered.
+    covered: the share of the attention weight over all keys that is covered. dropped, lost: how
+    much less of both than those choices have, and squares of that.
     """
     exact = choice(asked, PLAIN)
     references = {"": exact, "_bf16": choice(asked, ROUNDED)}
@@ -198,17 +205,29 @@ def measure(asked: Asked, forms: Sequence[Form], relevant: int, into: dict[str, 
     for form in forms:
         chosen, noisy = exact if form == PLAIN else choice(asked, form)
         sums: dict[str, float] = {}
+        found = (chosen & best).sum(-1) / relevant
+        covered = (mass * chosen).sum(-1)
         for name, (plain, scored) in references.items():
             rho = noise(noisy, scored)
             both = chosen & plain
-            held = (mass * both).sum(-1) / (mass * plain).sum(-1)
+            weight = (mass * plain).sum(-1)
+            dropped = (plain & best).sum(-1) / relevant - found
+            lost = (weight - covered).double()
             sums |= {
                 f"rho{name}": float(rho.sum()),
                 f"predicted{name}": float((1 - predicted_loss(rho, asked.count, seen)).sum()),
-                f"overlap{name}": float((both.sum(-1) / total).double().sum()),
-                f"mass{name}": float(held.double().sum()),
+                f"overlap{name}": _total(both.sum(-1) / total),
+                f"mass{name}": _total((mass * both).sum(-1) / weight),
+                f"dropped{name}": _total(dropped),
+                f"dropped_squares{name}": _total(dropped.square()),
+                f"lost{name}": _total(lost),
+                f"lost_squares{name}": _total(lost.square()),
             }
-        sums["recall"] = float((chosen & best).sum()) / relevant
-        sums["covered"] = float((mass * chosen).sum(-1).double().sum())
+        sums["recall"] = _total(found)
+        sums["covered"] = _total(covered)
         count = len(asked.position)
         into.setdefault(form.name, Ranks()).add(count, count * relevant, **sums)
+
+
+def _total(values: Tensor) -> float:
+    return float(values.double().sum())

@@ -32,7 +32,8 @@ class RankRecord(msgspec.Struct, frozen=True):
     plan has them; `_bf16`: against that by keys and queries rounded to bfloat16. predicted: the
     overlap that rho foretells. covered: the attention weight over all keys that is covered; kept:
     what that is of the weight that those choices cover. recall: of relevant keys; drop: points
-    less than those choices have.
+    less than those choices have; kept_error, drop_error: standard errors, queries being taken for
+    independent.
     """
 
     layer: str
@@ -44,13 +45,17 @@ class RankRecord(msgspec.Struct, frozen=True):
     rho: float
     mass: float
     kept: float
+    kept_error: float
     drop: float
+    drop_error: float
     overlap_bf16: float
     predicted_bf16: float
     rho_bf16: float
     mass_bf16: float
     kept_bf16: float
+    kept_error_bf16: float
     drop_bf16: float
+    drop_error_bf16: float
     recall: float
     covered: float
 

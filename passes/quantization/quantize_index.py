@@ -1,18 +1,19 @@
 """quantize_index: the Lightning Indexer's keys are kept in MXFP8 and its queries narrowed likewise.
 
 They only rank: what is chosen is then read as it is. With `rescore` keys are kept in two terms, the
-second being MXFP8 of what the first leaves; `rescore` times as many as are wanted are chosen by the
-first terms, and among them by both, which are read of these alone.
+second being MXFP8 of what the first leaves; `rescore` times as many as are wanted, and at least 64
+more, are chosen by the first terms, and among them by both, which are read of these alone. Numbers
+of bfloat16 are two terms exactly where the first saturates nothing (mxfp8_ceil).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from graphc.errors import UsageError
 from graphc.ir.graph import Graph, Value
+from graphc.ops.lightning_indexer import candidates_for
 from graphc.ops.records import GROUP, MX
 from graphc.rewrite import Facts, Log
 from graphc.rewrite.facts import packet_of
@@ -63,5 +64,5 @@ class QuantizeIndex:
             return Narrowed(form)
         keywords: dict[str, Any] = {}
         for node in found.readers:
-            keywords["candidates"] = math.ceil(self.rescore * int(node.argument("count")))
+            keywords["candidates"] = candidates_for(int(node.argument("count")), self.rescore)
         return Narrowed(form, 2, keywords)

@@ -26,11 +26,12 @@ CHUNK, DRAFTS = 96, 5
 class Tiny:
     """A transformers' model of a family (`tests.tiny_decoders`), or the reference hybrid
     ("hybrid"), with random weights that are rounded to dtype. settled: all experts and keys are
-    chosen, not the best of them."""
+    chosen, not the best of them. quant: what the plan narrows."""
 
     family: str
     dtype: torch.dtype = torch.float32
     settled: bool = False
+    quant: str = ""
 
     def model(self) -> Any:
         """The same weights at every call."""
@@ -60,9 +61,11 @@ class Plans:
     def place(self, tiny: Tiny) -> Path:
         """The plan's folder; it is built if need be."""
         kind = "-settled" if tiny.settled else ""
+        kind += f"-{tiny.quant}" if tiny.quant else ""
         place = self.folder / f"{tiny.family}-{str(tiny.dtype).removeprefix('torch.')}{kind}"
         if tiny not in self.reports:
-            options = Options(buckets=("128", str(CONTEXT)), jobs=1)
+            quant = (tiny.quant,) if tiny.quant else ()
+            options = Options(buckets=("128", str(CONTEXT)), jobs=1, quant=quant)
             self.reports[tiny] = decoders.build(
                 tiny.model(), place, options, chunk=CHUNK, batch=3, sequences=4, drafts=DRAFTS
             )

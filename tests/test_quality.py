@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,10 +16,16 @@ import torch
 from click.testing import CliRunner, Result
 
 from cli.main import cli
+from graphc.api import Options
+from graphc.decoders import Limits, build_traced, trace
 from graphc.errors import NumericsError, UsageError
+from graphc.ir.graph import Graph, Value
 from graphc.models.functional import index_scores, select
+from graphc.models.hybrid import Hybrid
+from graphc.models.hybrid_config import TINY
 from graphc.ops.lightning_indexer import candidates_for
 from graphc.quality.judge import combinations, forms_of, records
+from graphc.quality.probes import Probes
 from graphc.quality.ranking import (
     PLAIN,
     ROUNDED,
@@ -31,8 +40,9 @@ from graphc.quality.ranking import (
     relevant_keys,
     scores,
 )
-from graphc.quality.runs import Stretches, paired, positions, windows
+from graphc.quality.runs import Sampled, Stretches, paired, positions, windows
 from graphc.quantization import quantization
+from graphc.runtime.decoder import load
 
 MODEL = """\
 from dataclasses import replace
@@ -302,3 +312,84 @@ def test_what_is_refused(place: Path) -> None:
     assert "expected a text of more than 192 tokens" in str(done.exception)
     done = CliRunner().invoke(cli, ["verify", "demo", "--text", text])
     assert "expected --quality" in str(done.exception)
+
+
+def test_the_ranking_is_that_of_the_kernels(tmp_path: Path) -> None:
+    """What narrowed plans choose is what is measured at the plain plan's queries: nothing before
+    the only indexer is narrowed."""
+    torch.manual_seed(0)
+    model, options = Hybrid(TINY).eval(), Options(buckets=("192",))
+    traced = trace(model, options, Limits(192, 1, 0, 1, score=True))
+    probes = Probes()
+
+    def watch(graph: Graph) -> dict[str, Value]:
+        (node,) = [node for node in graph.nodes if "lightning_indexer" in node.target]
+        return {**probes(graph), "chosen": node.outputs[0]}
+
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, 190)
+    place = torch.arange(16, 190)
+    forms = {
+        "none": PLAIN, "index=mxfp8": Form("first", "mxfp8_floor"),
+        "index=mxfp8+rescore": Form("again", "mxfp8_ceil", 1.2),
+    }  # fmt: skip
+    seen: list[torch.Tensor] = []
+    for word, form in forms.items():
+        build_traced(traced, tmp_path / form.name, replace(options, quant=(word,)), watch)
+        with load(tmp_path / form.name).sequence() as text:
+            answer = text.score(tokens)
+            if form == PLAIN:
+                sampled = Sampled(probes.indexers, place)
+                sampled.add(0, answer, len(tokens))
+                asked = sampled.asked(probes.indexers[0], text)
+        found = torch.from_numpy(answer["chosen"][0])[place].long()
+        chosen = torch.zeros(len(place), 190, dtype=torch.bool).scatter_(1, found, True)
+        same = (chosen & choice(asked, form)[0]).sum(-1)
+        assert (same == 16).float().mean() > 0.98  # the order of sums decides near ties
+        assert int(same.min()) >= 15
+        seen.append(chosen)
+    assert (seen[0] != seen[1]).any() and (seen[1] != seen[2]).any()
+
+
+def made_up() -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "ranking.py"
+    spec = importlib.util.spec_from_file_location("ranking_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["random", "topics", "needle"])
+def test_made_up_sequences(kind: str) -> None:
+    """What narrowed keys lose is what the formula predicts, and two terms lose nothing of
+    bfloat16."""
+    benchmark = made_up()
+    found: dict[str, Ranks] = {}
+    sequence = benchmark.made(kind, 2048, 256, 0)
+    benchmark.measure(sequence, found)
+    means = {name: ranks.means() for name, ranks in found.items()}
+    lost, predicted = means["mxfp8_floor"]["lost"], means["mxfp8_floor"]["predicted"]
+    assert 0.005 < lost < 0.05 and lost == pytest.approx(predicted, rel=0.3)
+    assert means["mxfp8_ceil+rescore"]["lost"] < 0.001 < means["mxfp8_ceil"]["lost"]
+    assert means["float32"]["lost"] < 0.2 * lost
+    if kind == "needle":
+        assert sequence.relevant.sum() == 48 * 32
+        rows = {row["keys"]: row for row in benchmark.report(kind, found)}
+        # an eighth of the keys is chosen
+        assert rows["bfloat16"]["recall"] > 3 * 12.5 and abs(rows["mxfp8_floor"]["drop"]) < 1
+
+
+@pytest.mark.heavy
+def test_the_embedded_hybrid_keeps_its_quality(tmp_path: Path) -> None:
+    """docs/quality.md at 2K, on a quarter of its text."""
+    line = ["verify", "demo", "--quality", "--bucket", "2K", "--tokens", "16384", "--json"]
+    line += ["--quant", "index=mxfp8_ceil", "--quant", "kv=fp8"]
+    line += ["--max-perplexity-change", "0.3", "--min-mass", "99.8", "--max-recall-drop", "0.3"]
+    done = CliRunner().invoke(cli, line)
+    assert done.exit_code == 0, done.output
+    (bucket,) = json.loads(done.output)["quality"]["buckets"]
+    assert bucket["perplexity"][0]["perplexity"] < 4
+    assert max(r["error"] for r in bucket["errors"]) < 10
+    assert {r["layer"] for r in bucket["ranking"]} == {"layers.3.self_attn", "layers.7.self_attn"}
+    assert all(r["samples"] >= 20_000 for r in bucket["ranking"])

@@ -140,7 +140,7 @@ def _child(task: Callable[..., Any], arguments: Sequence[Any], out: Any) -> None
     out.put(task(*arguments))
 
 
-def _apart(task: Callable[..., Any], *arguments: Any) -> Any:
+def apart(task: Callable[..., Any], *arguments: Any) -> Any:
     """The answer of a task in a fresh process."""
     context = multiprocessing.get_context("spawn")
     out = context.SimpleQueue()
@@ -171,16 +171,16 @@ def _measured(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[
     """Adds what is asked for to `results`; pauses where they are worth to be kept."""
     with tempfile.TemporaryDirectory() as scratch:
         place = str(options.plan or Path(scratch) / "plan")
-        _apart(build, place)
+        apart(build, place)
         os.sched_setaffinity(0, cores(options.threads))
         for context in options.contexts:
             with hold(options.lock):
-                found = _apart(measure, place, context, options.threads)
+                found = apart(measure, place, context, options.threads)
             results.setdefault("contexts", {})[str(context)] = found
             yield
         if options.edges:
             with hold(options.lock):
-                found = _apart(edges, place, options.edges, options.threads)
+                found = apart(edges, place, options.edges, options.threads)
             results.setdefault("edges", {}).update(found)
             yield
 

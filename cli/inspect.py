@@ -10,7 +10,7 @@ import msgspec
 from cli.fusion import fusion, print_fusion
 from cli.inputs import make_lengths
 from cli.plans import PlanFolder
-from cli.precision import print_precision
+from cli.precision import print_precision, print_states
 from cli.render import (
     bucket_line,
     compiled,
@@ -65,7 +65,7 @@ def inspect(
     passes     each pass: matches and refusals with reasons and lines of your model
     fusion     fusions with counts; launches and bytes by kind of layer; refusals
     graph      the graph after all passes
-    memory     arena, lower bound, and which buffer lives when
+    memory     states, arena, lower bound, and which buffer lives when
     kernels    each kernel with its uses; --kernel NAME prints its source
     buckets    the programs of the plan and their limits
     fallbacks  what runs through torch, and why
@@ -168,6 +168,7 @@ def _graph(folder: PlanFolder) -> None:
 
 
 def _memory(folder: PlanFolder) -> None:
+    print_states(folder.report.precision)
     for index, memory in enumerate(folder.report.memory):
         click.echo(("\n" if index else "") + f"{memory.phase} {memory.bucket}")
         click.echo(f"  arena        {size(memory.arena_bytes):>10}")

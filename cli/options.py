@@ -62,6 +62,12 @@ _BUILD_OPTIONS = [
         metavar="ROLE=FORM",
         help="Narrow index=mxfp8, kv=fp8, weights=int8, ...: docs/quantization.md. Repeatable.",
     ),
+    click.option(
+        "--precision",
+        default="",
+        metavar="ROLE=FORM,...",
+        help="What may be narrowed: index=mxfp8,cache=keep, ... [shapes.yaml]: docs/precision.md.",
+    ),
     click.option("--require-cached", is_flag=True, help="Exit 9 instead of compiling anything."),
     click.option("--jobs", type=click.IntRange(1), help="Compiles at the same time [all cores]."),
     click.option(
@@ -108,6 +114,7 @@ class BuildOptions:
     disable_pass: tuple[str, ...] = ()
     pass_options: tuple[str, ...] = ()
     quant: tuple[str, ...] = ()
+    precision: str = ""
     require_cached: bool = False
     jobs: int | None = None
     isa: str | None = None
@@ -138,6 +145,7 @@ class BuildOptions:
                 isa=None if self.isa == "native" else self.isa,
                 tune=self.tune,
                 quant=self.quant,
+                precision=self.precision,
                 progress=show,
             )
 
@@ -176,6 +184,7 @@ class BuildOptions:
                 disable_pass=self.disable_pass,
                 pass_options=self.pass_options,
                 quant=self.quant,
+                precision=self.precision,
                 verify=verify,
                 dump_passes=dump_passes,
                 require_cached=self.require_cached,

@@ -179,6 +179,9 @@ def print_passes(passes: Sequence[PassRecord]) -> None:
             places = [match.where for match in record.matches if match.rule == rule and match.where]
             where = f"  at {places_text(places)}" if places else ""
             click.echo(f"  {rule}: {count}{where}")
+            for match in record.matches:
+                if match.rule == rule and match.detail:
+                    click.echo(f"    {match.node}: {match.detail}")
         for refusal in record.refusals:
             where = f"  at {refusal.where}" if refusal.where else ""
             click.echo(f"  refused {refusal.rule} {refusal.node}: {refusal.reason}{where}")

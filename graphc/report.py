@@ -202,8 +202,9 @@ class TensorClassRecord(msgspec.Struct, frozen=True):
     through the plan. place: "weights", "states", "arena" or "registers". tensors: how many there
     are, in all phases together. nbytes: what the plan holds of them; of activations the arena of
     `phase` and `bucket`, its largest, and of the residual stream one of its values there.
-    token_nbytes: of states that grow, for a token of one sequence; bucket_nbytes: of states, for
-    one sequence as long as the largest bucket holds. narrowed: formats that a policy judges;
+    token_nbytes: of states that grow, for a token of one sequence, and plain_token_nbytes what it
+    would be if nothing was narrowed; bucket_nbytes: of states, for one sequence as long as the
+    largest bucket holds. narrowed: formats that a policy judges;
     allowed: the rule that let them pass.
     """
 
@@ -218,6 +219,7 @@ class TensorClassRecord(msgspec.Struct, frozen=True):
     bucket: str = ""
     narrowed: list[str] = []
     allowed: str = ""
+    plain_token_nbytes: float = 0.0
 
 
 class PrecisionReport(msgspec.Struct, frozen=True):

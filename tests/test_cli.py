@@ -554,7 +554,7 @@ def test_build_passes_its_options_on(
         "build demo -o out --input x=f32[1,T,4] --dynamic T=1:9 --bucket 2K --bucket 64"
         " --phase prefill --dtype bfloat16 --shapes s.yaml --disable-pass a --pass b{k=v}"
         " --verify --dump-passes dump --require-cached --jobs 3 --isa avx2 --tune"
-        " --quant index=mxfp8"
+        " --quant index=mxfp8 --precision cache=keep"
     )
     assert main(arguments.split()) == 0
     assert calls == [
@@ -570,6 +570,7 @@ def test_build_passes_its_options_on(
             "disable_pass": ["a"],
             "pass_options": ["b{k=v}"],
             "quant": ("index=mxfp8",),
+            "precision": "cache=keep",
             "verify": True,
             "dump_passes": Path("dump"),
             "require_cached": True,

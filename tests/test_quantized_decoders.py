@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from graphc.errors import UsageError
+from graphc.ops.records import record_format
 from graphc.quantization import quantization
 from graphc.runtime.decoder import Decoder, load
 from tests.decoder_plans import Plans, Tiny
@@ -131,3 +132,27 @@ def test_nothing_to_narrow(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="found none"):
         decoders.build(tiny.model(), tmp_path / "plan", options, chunk=32, batch=1)
     assert not (tmp_path / "plan").exists()
+
+
+def test_bytes_of_a_token(decoder_plans: Plans, decoder: Decoder, tiny: Tiny) -> None:
+    """What the report tells is what the pool holds."""
+    precision = decoder_plans.report(tiny).precision
+    assert precision is not None
+    told = sum(one.token_nbytes for one in precision.classes if one.place == "states")
+    assert told == decoder.page_bytes / decoder.facts.page
+    plain = load(decoder_plans.place(Tiny(tiny.family)), threads=1)
+    wide = sum(one.plain_token_nbytes for one in precision.classes if one.place == "states")
+    assert wide == plain.page_bytes / plain.facts.page
+
+
+@pytest.mark.parametrize(
+    ("form", "numbers", "most"),
+    [
+        ("mxfp8_floor:128", 128, 0.52), ("mxfp8_ceil:64@16", 64, 0.52),
+        ("fp8_pow2:512+bf16:64", 576, 0.57), ("fp8:512+fp8:64", 576, 0.52),
+        ("fp8_pow2:256+bf16:32", 288, 0.57), ("fp8_pow2:128", 128, 0.52),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_record(form: str, numbers: int, most: float) -> None:
+    found = record_format(form)
+    assert found.width == numbers and found.bytes <= most * 2 * numbers

@@ -76,6 +76,7 @@ class _Class:
     nbytes: int = 0
     token_nbytes: float = 0.0
     bucket_nbytes: int = 0
+    plain_token_nbytes: float = 0.0
     formats: dict[str, str] = field(default_factory=dict)  # judged, with their roles
 
 
@@ -113,7 +114,7 @@ def _record(key: _Key, one: _Class, policy: Precision) -> TensorClassRecord:
     kind, path, place, phase, bucket = key
     return TensorClassRecord(
         kind, path, place, one.tensors, one.nbytes, one.token_nbytes, one.bucket_nbytes, phase,
-        bucket, list(one.formats), ", ".join(sorted(rules)),
+        bucket, list(one.formats), ", ".join(sorted(rules)), one.plain_token_nbytes,
     )  # fmt: skip
 
 
@@ -161,17 +162,19 @@ class _Classes:
         return self._by_name.get(name, (SMALL, short_dtype(item.dtype)))
 
     def states(self) -> None:
-        seen: dict[str, tuple[str, str, Value]] = {}
+        seen: dict[str, tuple[str, str, Value, float]] = {}
         for roles in self.roles:
             for state in roles.graph.states:
                 kind, path = state_class(roles, state)
                 if state.name not in seen or seen[state.name][0] == STATES:
-                    seen[state.name] = (kind, path, state)
-        for kind, path, state in seen.values():
+                    wider = _wider(roles.graph.state_updates.get(state))
+                    seen[state.name] = (kind, path, state, wider)
+        for kind, path, state, wider in seen.values():
             nbytes = _nbytes(state, {})
             one = self._add(kind, path, "states", 1, nbytes)
             per_token, whole = self._shares(kind, state, nbytes)
             one.token_nbytes += per_token
+            one.plain_token_nbytes += per_token * wider
             one.bucket_nbytes += whole
 
     def _shares(self, kind: str, state: Value, nbytes: int) -> tuple[float, int]:
@@ -349,6 +352,17 @@ def _appended(value: Value | None) -> tuple[str, RecordFormat | None]:
     if not has_argument(node, "rows"):
         return "", form
     return short_dtype(node.argument("rows")[0].type.dtype), form
+
+
+def _wider(value: Value | None) -> float:
+    """How many times more bytes rows would take as the numbers that are appended."""
+    _, form = _appended(value)
+    if form is None or value is None or value.producer is None:
+        return 1.0
+    node = value.producer
+    rows = node.argument("rows")[0] if has_argument(node, "rows") else node.argument("key")
+    terms = node.argument("terms") if has_argument(node, "terms") else 1
+    return float(form.width * itemsize(rows.type.dtype) / (form.bytes * terms))
 
 
 def _terms(value: Value | None) -> str:

@@ -1,9 +1,9 @@
 """What is to be narrowed, in a user's words, and the pass options that do it.
 
-index=mxfp8            keys of the Lightning Indexer; _floor (OCP, the default), _ceil or _even
+index=mxfp8            keys of the Lightning Indexer; scales by the rule _ceil (the default: it
+                       loses least), _floor (OCP's own) or _even
 index=mxfp8+rescore    chosen again, among a fifth more (64 at least), by a second term of each
-                       key; of the scale rules _ceil is the default then: nothing saturates, and
-                       two terms are a number of bfloat16 exactly
+                       key: with _ceil two terms are a number of bfloat16 exactly
 kv=fp8                 keys and values, latent rows; scales of fp8_pow2 are powers of two
 kv=fp8+rope            also the part of latent rows that carries positions
 weights=int8           projections and experts: int8, int4_g32, int4_g128, mxfp4
@@ -18,7 +18,7 @@ from graphc.errors import UsageError
 from graphc.report import PassRecord
 
 RESCORE = 1.2
-INDEX = {"mxfp8": "mxfp8_floor", **{f"mxfp8_{r}": f"mxfp8_{r}" for r in ("floor", "ceil", "even")}}
+INDEX = {"mxfp8": "mxfp8_ceil", **{f"mxfp8_{r}": f"mxfp8_{r}" for r in ("floor", "ceil", "even")}}
 KV = {"fp8": "fp8_pow2", "fp8_pow2": "fp8_pow2", "fp8_f32": "fp8"}
 WEIGHTS = ("int8", "int4_g32", "int4_g128", "mxfp4")
 #: the pass of a role
@@ -97,8 +97,7 @@ def quantization(words: Iterable[str]) -> Quantization:
         role, _, form = word.partition("=")
         name, plus, extra = form.partition("+")
         if role == "index" and name in INDEX and extra in ("", "rescore"):
-            kind = "mxfp8_ceil" if plus and name == "mxfp8" else INDEX[name]
-            found |= {"index": kind, "rescore": bool(plus)}
+            found |= {"index": INDEX[name], "rescore": bool(plus)}
         elif role == "kv" and name in KV and extra in ("", "rope"):
             found |= {"kv": KV[name], "rope": bool(plus)}
         elif role == "weights" and form in WEIGHTS:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: what is judged where nothing is asked for
 DEFAULT = (
-    ("index=mxfp8",), ("index=mxfp8_ceil",), ("index=mxfp8+rescore",),
+    ("index=mxfp8",), ("index=mxfp8_floor",), ("index=mxfp8+rescore",),
     ("kv=fp8",), ("kv=fp8+rope",), ("index=mxfp8", "kv=fp8"),
 )  # fmt: skip
 #: the longest context of them

@@ -82,8 +82,8 @@ def test_what_is_asked_for_opens_its_role_unless_the_policy_says_keep(tmp_path: 
     table = Shapes.load(write(tmp_path, FILE))
     asked = ("index=mxfp8", "kv=fp8", "weights=mxfp4")
     policy = precision_policy(table, Options(quant=asked))
-    assert policy["index"].formats == ("mxfp8_floor",)
-    assert policy["index"].origin == "quantize_index{form=mxfp8_floor}"
+    assert policy["index"].formats == ("mxfp8_ceil",)
+    assert policy["index"].origin == "quantize_index{form=mxfp8_ceil}"
     assert policy["cache"].formats == ("fp8",)
     assert policy["cache"].origin == BUILT_IN
     assert policy["projections"].formats == ("int8", "int4", "mxfp4")

@@ -102,6 +102,7 @@ def run(
             shapes=build.shapes, buckets=build.buckets, disable_pass=build.disable_pass,
             pass_options=build.pass_options, require_cached=build.require_cached, jobs=build.jobs,
             isa=None if build.isa == "native" else build.isa, progress=show, tune=build.tune,
+            precision=build.precision,
         )  # fmt: skip
         return judge.judge(question, options, Path(folder), told)
 

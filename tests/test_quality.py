@@ -228,6 +228,9 @@ def test_what_is_judged() -> None:
         ("index=mxfp8",), ("kv=fp8",), ("index=mxfp8", "kv=fp8"),
     )  # fmt: skip
     assert combinations(("kv=fp8",)) == (("kv=fp8",),)
+    assert combinations(("kv=fp8", "kv=fp8+rope")) == (("kv=fp8",), ("kv=fp8+rope",))
+    more = combinations(("index=mxfp8", "index=mxfp8+rescore", "kv=fp8"))
+    assert more[3:] == (("index=mxfp8+rescore", "kv=fp8"),)
     names = [form.name for form in forms_of(("index=mxfp8_ceil", "kv=fp8"))]
     assert names == ["plain", "bfloat16", "index=mxfp8_ceil"]
     assert [f.rescore for f in forms_of(())] == [0, 0, 0, 0, 1.2]

@@ -131,10 +131,11 @@ class _Judged:
 
 
 def combinations(quant: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Each word alone, and all together; `DEFAULT` where there is none."""
+    """Each word alone, and the last of each role together; `DEFAULT` where there is none."""
     words = tuple(dict.fromkeys(part.strip() for text in quant for part in text.split(",")))
     alone = tuple((word,) for word in words)
-    return (*alone, words) if len(words) > 1 else alone or DEFAULT
+    together = tuple({word.partition("=")[0]: word for word in words}.values())
+    return (*alone, together) if len(together) > 1 else alone or DEFAULT
 
 
 def forms_of(quant: Sequence[str]) -> list[Form]:

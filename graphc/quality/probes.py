@@ -11,7 +11,13 @@ from graphc.ir.graph import Graph, Node, Value
 
 #: a part of a numbered layer, as "model.layers.3.self_attn"
 _PART = re.compile(r"(?:.*\.)?(\w+\.\d+\.\w+)$")
-_PRODUCTS = ("aten.linear.", "aten.addmm.", "aten.mm.", "graphc.experts.")
+_PRODUCTS = (
+    "aten.linear.",
+    "aten.addmm.",
+    "aten.mm.",
+    "graphc.experts.",
+    "graphc.quantized_linear.",
+)
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 

@@ -15,12 +15,14 @@ namespace gc {
 template <class T> struct RecordKeys {
   const gc_record_keys* keys;
   const uint8_t* zeros;  // in the place of missing records
-  float* scratch;        // of eleven rows, and of a query's
+  float* scratch;        // of 27 rows, and of a query's
   const T* place[8];
 #if GC_RECORD_PANEL
   RecordPanel panel;
 #endif
 
+  // Room for the pairs of two groups.
+  float* groups(int64_t d) const { return scratch + 11 * d; }
   bool grouped() const { return keys->format.group != 1; }
 
   // Eight keys as numbers, at places that hold until the next call. Where sixteen share their bytes,
@@ -37,7 +39,7 @@ template <class T> struct RecordKeys {
 
   // The query's heads, `step` apart, as records would keep them.
   const T* narrowed(const T* q, int64_t step, int64_t heads, int64_t d) {
-    T* const made = (T*)(scratch + 11 * d);
+    T* const made = (T*)(scratch + 27 * d);
     const int64_t rule = keys->format.segment[0].kind;
     for (int64_t h = 0; h < heads; h++, q += step) {
       for (int64_t at = 0; at < d; at += MX_BLOCK) {

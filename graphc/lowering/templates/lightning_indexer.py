@@ -98,7 +98,7 @@ def choose(
         range=batch * chunks * ceildiv(queries, block),
         grain=1,
         scratch=4 * ((PANEL + 1) * d + most * (heads * (d + 1) + BLOCK + room))
-        + (0 if form is None else 4 * (19 + heads) * d),
+        + (0 if form is None else 4 * (35 + heads) * d),
         label=node.name,
         flops=2 * batch * heads * (d + 1) * _pairs(source.capacity, queries, count, pool),
     )
@@ -139,7 +139,7 @@ def _again(
         writes=[out],
         range=batch * queries,
         grain=1,
-        scratch=4 * ((PANEL + 20 + 2 * heads) * d + heads + BLOCK + room),
+        scratch=4 * ((PANEL + 36 + 2 * heads) * d + heads + BLOCK + room),
         label=f"{node.name}.again",
         flops=2 * batch * heads * (d + 1) * queries * candidates,
     )  # fmt: skip

@@ -118,3 +118,20 @@ def test_append_in_place_writes_nothing_else() -> None:
     changed = (state != pages).any(-1).nonzero().tolist()
     places = [(0, 9), (0, 10), (1, 15), (1, 16)]
     assert sorted(changed) == sorted([int(table[b, s // 16]), s % 16] for b, s in places)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rule", ["floor", "ceil"])
+def test_a_million_blocks(isa: str, rule: str) -> None:
+    """Each of another size, bit for bit."""
+    form, rows = record_format(f"mxfp8_{rule}:128"), 62_500
+    table = torch.arange(-(-rows // 64), dtype=torch.int32).reshape(1, -1)
+    pages = torch.zeros(table.shape[1], 64, form.bytes, dtype=torch.uint8)
+    start = torch.zeros(1, dtype=torch.int32)
+    for _ in range(4):
+        sizes = torch.exp2(torch.randint(-120, 120, (1, rows, 4, 1)).float())
+        numbers = (torch.randn(1, rows, 4, 32) * sizes).flatten(2)
+        arguments = [pages, [numbers], table, start]
+        (got,) = run_rule(APPEND, arguments, {"format": str(form)}, isa=isa)
+        assert torch.equal(got.flatten(0, 1)[:rows], form.encode(numbers)[0])

@@ -4,7 +4,8 @@
 
 builds `k31_mini` (226 M parameters, random weights, bf16) plain and with each --quant, and runs
 each as benchmarks/long_context.py does, in a fresh process for each context. The table goes to
-stdout in Markdown; --json keeps the figures and continues them. At one thread CPU time counts, else wall time.
+stdout in Markdown; --json keeps the figures and continues them. At one thread CPU time counts, else
+wall time.
 """
 
 from __future__ import annotations

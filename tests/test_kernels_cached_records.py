@@ -129,6 +129,27 @@ def test_a_tile_of_nan_reaches_its_head_alone(isa: str, dtype: torch.dtype) -> N
         assert int(got.isnan().sum()) == 2 * 128
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [64, 128])
+def test_zeros_and_scales_far_from_one(isa: str, size: int) -> None:
+    for group in (1, 2, 3, 4):
+        case = Case([299, 7], 1, 2, group, size, size, 64)
+        query, pages, table, start = case.paged(torch.bfloat16)
+        pages[:, ::3] *= torch.rand(pages[:, ::3].shape) < 0.9
+        pages[:, 1] = 0.0
+        pages[:, 2] *= 2.0**-40
+        pages[:, 4, 1::2] *= 2.0**-13  # codes that are subnormal, or zeros
+        pages[:, 5] *= 16.0
+        options = {"scale": size**-0.5, "heads": 2, "width": size}
+        for form in forms(case, "fp8_pow2"):
+            operands = [query, in_records(pages, case, form), table, start]
+            (got,) = run_rule(PAGED, operands, {**options, "format": form}, isa=isa)
+            expected = torch.ops.graphc.paged_attention(
+                query.double(), *operands[1:], **options, format=form
+            )
+            compare(got, expected, torch.bfloat16)
+
+
 def test_symbolic_batch_and_length() -> None:
     for queries in (1, 90):
         case = Case([3000, 100], queries)

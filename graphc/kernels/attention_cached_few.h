@@ -9,6 +9,7 @@
 // order; a piece that is all of a sequence is finished at once.
 #pragma once
 #include "attention_cached.h"
+#include "attention_codes.h"
 #include "attention_decode.h"
 #include "attention_record.h"
 #include "records_decode.h"
@@ -17,7 +18,7 @@ namespace {
 using namespace gc;
 
 constexpr int64_t PAGE = 512;  // rows of pages that are not cut into pieces, at most
-constexpr int64_t TURN = 64;  // keys of a head that are read at a time
+constexpr int64_t TURN = CODE_ROWS;  // keys of a head that are read at a time
 
 // Pieces of a sequence.
 static int64_t pieces_of(const gc_cached_shape* s, Seen seen) {
@@ -101,6 +102,7 @@ template <class T, class S> struct Unit {
   typedef typename Numbers<T, S>::type R;
   typedef typename Query<R>::type W;
   static constexpr bool RECORDS = std::is_same<S, uint8_t>::value;
+  static constexpr bool CODES = RECORDS && std::is_same<R, bf16>::value;
   const gc_args* args;
   const gc_cached_shape* s;
   int64_t b, head, heads, rows;  // rows: queries of a head of keys
@@ -149,10 +151,11 @@ template <class T, class S> struct Unit {
   }
 
   // f(first of some rows of a head, step between them, how many, place in the block, the first of the
-  // rows after them); `first` is Stretch::k or v. Of records, `width` columns from `column` on.
-  template <class F>
+  // rows after them); `first` is Stretch::k or v. Of records, `width` columns from `column` on, or,
+  // where those are multiplied as they lie, also(codes, place in the block).
+  template <class F, class G>
   void turns(const Block<S>* block, const S* Stretch<S>::*first, int64_t step, int64_t offset,
-             int64_t column, int64_t width, F f) {
+             int64_t column, int64_t width, F f, G also) {
     int64_t place = 0;
     for (int64_t i = 0; i < block->count; i++) {
       const Stretch<S>& part = block->part[i];
@@ -162,6 +165,14 @@ template <class T, class S> struct Unit {
         const S *const own = x ? x + row * step + offset : none,
                 *after = row + n < part.rows ? x + (row + n) * step : other;
         after = after ? after + offset : none;
+        if constexpr (CODES) {
+          if (few_codes(column, width)) {
+            const int64_t apart = x ? step : 0;
+            if (width == 64) codes<1>(own, apart, n, place, column, also);
+            else codes<2>(own, apart, n, place, column, also);
+            continue;
+          }
+        }
         if constexpr (RECORDS) {
           staged.read(own, x ? step : 0, n, column, width, &coming);
           f(staged.to, width, n, place, staged.to);
@@ -169,6 +180,24 @@ template <class T, class S> struct Unit {
           f(own, step, n, place, after);
         }
       }
+    }
+  }
+
+  // Whether rows of codes are multiplied as they lie: where no query makes them again.
+  bool few_codes(int64_t column, int64_t width) const {
+    return (rows == 1 || rows == 2 || rows == 4) && in_codes(&s->form, column, width);
+  }
+  // Bytes that stand for some columns of a record.
+  int64_t record_bytes(int64_t width) const { return width * s->form.bytes / s->form.width; }
+  template <int N, class G>
+  void codes(const S* own, int64_t step, int64_t n, int64_t place, int64_t column, G& also) {
+    if constexpr (CODES) {
+      CodeRows<N> all;
+      const int64_t scale = s->form.segment[0].width + column / FP8_TILE * 4 - column;
+      all.begin(own + column, step, n, scale, staged.reader, staged.to);
+      if (rows == 1) also(all, Count<1>(), place);
+      else if (rows == 2) also(all, Count<2>(), place);
+      else also(all, Count<4>(), place);
     }
   }
 
@@ -202,6 +231,9 @@ template <class T, class S> struct Unit {
         dot_keys<R, 2>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
       for (; r < rows; r++)
         dot_keys<R, 1>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
+    }, [&](const auto& codes, auto count, int64_t place) {
+      dot_codes<count.count>(own, ldq, codes, scores + h * rows * lds + place, lds,
+                             record_bytes(s->d), coming);
     });
   }
 
@@ -225,6 +257,11 @@ template <class T, class S> struct Unit {
       }
       while (s->dv <= 4 * PAIR && r + 2 <= rows) some(Count<2>(), next_block());
       while (r < rows) some(Count<1>(), next_block());
+    }, [&](const auto& codes, auto count, int64_t place) {
+      constexpr int ROWS = count.count;
+      mix_codes<ROWS, ROWS <= EXACT ? 2 : 1>(weights + h * rows * parts * lds + place, lds, codes,
+                                             place ? one : factor + h * rows, own, ldo,
+                                             record_bytes(s->dv), coming);
     });
   }
 

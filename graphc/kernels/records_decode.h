@@ -41,10 +41,24 @@ struct E4m3Table {
   }
 };
 
-// Which codes are no normal numbers: zeros, subnormal, NaN.
-GC_INLINE __mmask64 irregular(__m512i codes) {
-  const __m512i doubled = _mm512_add_epi8(codes, codes);  // without the sign, normal: 16 to 252
-  return _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(doubled, _mm512_set1_epi8(16)), _mm512_set1_epi8((char)236));
+// How far doubled codes, without their signs, are above those of the first normal number; those that
+// are no normal numbers (zeros, subnormal, NaN) come out above 236.
+GC_INLINE __m512i above_normal(__m512i codes) {
+  return _mm512_sub_epi8(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(16));
+}
+// Whether some are.
+GC_INLINE bool beyond(__m512i above) {
+  return _mm512_cmpgt_epu8_mask(above, _mm512_set1_epi8((char)236)) != 0;
+}
+// Whether some codes are no normal numbers.
+GC_INLINE bool irregular(__m512i codes) { return beyond(above_normal(codes)); }
+GC_INLINE bool irregular(__m512i a, __m512i b) {
+  return beyond(_mm512_max_epu8(above_normal(a), above_normal(b)));
+}
+// 32 of 64 codes, extended by their signs and shifted to where bf16 has exponent and mantissa.
+template <bool HIGH> GC_INLINE __m512i shifted(__m512i codes) {
+  const __m256i half = HIGH ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
+  return _mm512_slli_epi16(_mm512_cvtepi8_epi16(half), 4);
 }
 // What is added to the bits of normal numbers for a scale that is a power of two, if all products are
 // normal: 0 if not.
@@ -66,29 +80,27 @@ class RecordReader {
     const uint32_t bias = bias_of(f32_to_bits(scale));
     int64_t i = 0;
     if (bias != 0) {
-#pragma GCC unroll 2
-      for (; i + 64 <= n; i += 64)
-        if (irregular(_mm512_loadu_si512(codes + i))) look_up(codes + i, 64, scale, to + i);
-        else shift(codes + i, bias, to + i);
+      for (; i + 128 <= n; i += 128) {
+        const __m512i low = _mm512_loadu_si512(codes + i), high = _mm512_loadu_si512(codes + i + 64);
+        if (__builtin_expect(irregular(low, high), 0)) {
+          look_up(codes + i, 128, scale, to + i);
+        } else {
+          shift(low, bias, to + i);
+          shift(high, bias, to + i + 64);
+        }
+      }
+      for (; i + 64 <= n; i += 64) {
+        const __m512i all = _mm512_loadu_si512(codes + i);
+        if (__builtin_expect(irregular(all), 0)) look_up(codes + i, 64, scale, to + i);
+        else shift(all, bias, to + i);
+      }
     }
     if (i < n) look_up(codes + i, n - i, scale, to + i);
   }
-  GC_INLINE void shift(const uint8_t* codes, uint32_t bias, bf16* to) {
-#pragma GCC unroll 2
-    for (int i = 0; i < 64; i += 32) {
-      const __m512i c = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)));
-      const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(c, 4), _mm512_set1_epi16((short)0x87f0));
-      _mm512_storeu_si512(to + i, _mm512_add_epi16(bits, _mm512_set1_epi16((short)bias)));
-    }
-  }
-  __attribute__((noinline)) void look_up(const uint8_t* codes, int64_t n, float scale, bf16* to) {
-    const E4m3Table table(all_, scale);
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32)
-      _mm512_storeu_si512(to + i, table(_mm256_loadu_si256((const __m256i*)(codes + i))));
-    if (i == n) return;
-    const __mmask32 some = (1u << (n - i)) - 1;
-    _mm512_mask_storeu_epi16(to + i, some, table(_mm256_maskz_loadu_epi8(some, codes + i)));
+  GC_INLINE void shift(__m512i codes, uint32_t bias, bf16* to) {
+    const __m512i mask = _mm512_set1_epi16((short)0x87f0), add = _mm512_set1_epi16((short)bias);
+    _mm512_storeu_si512(to, _mm512_add_epi16(_mm512_and_si512(shifted<false>(codes), mask), add));
+    _mm512_storeu_si512(to + 32, _mm512_add_epi16(_mm512_and_si512(shifted<true>(codes), mask), add));
   }
 #endif
   template <class T> GC_INLINE void tile(const uint8_t* codes, int64_t n, float scale, T* to) {
@@ -135,6 +147,19 @@ class RecordReader {
 
  public:
   explicit RecordReader(const gc_record_format* form) : form_(form) {}
+
+#if GC_RECORDS_AS_BF16
+  // n numbers of one scale, whatever the codes and the scale.
+  __attribute__((noinline)) void look_up(const uint8_t* codes, int64_t n, float scale, bf16* to) {
+    const E4m3Table table(all_, scale);
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+      _mm512_storeu_si512(to + i, table(_mm256_loadu_si256((const __m256i*)(codes + i))));
+    if (i == n) return;
+    const __mmask32 some = (1u << (n - i)) - 1;
+    _mm512_mask_storeu_epi16(to + i, some, table(_mm256_maskz_loadu_epi8(some, codes + i)));
+  }
+#endif
 
   // Columns [first, first + n) of some records, as rows of `to` that are `step` apart.
   template <class T>

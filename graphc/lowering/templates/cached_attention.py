@@ -32,7 +32,7 @@ PIECES, PIECE, LONG_PIECE, FEW_ROWS = 32, 256, 512, 8
 #: of few queries, keys between rescalings: of pages that hold rows, of pages that hold heads at
 #: most, of sequences
 ROW_BLOCK, PAGE_BLOCK, BLOCK = 16, 128, 512
-#: TURN of attention_cached_few.h
+#: TURN of attention_cached_rows.h
 TURN = 64
 #: SPAN of attention_cached_many.h; panels of a unit with four heads of keys or more, two, one
 SPAN, PANELS = 4 * KEYS, (32, 16, 8)

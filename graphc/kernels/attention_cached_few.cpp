@@ -1,12 +1,20 @@
-// Few queries over pasts as they are: see attention_cached_few.h.
+// Few queries over pasts as they are, or in records: see attention_cached_few.h.
 #include "attention_cached_few.h"
 
-#define GC_CACHED_FEW(TAG, T)                                                                  \
-  GC_EXPORT void gc_cached_few_##TAG(const gc_args* args, int64_t begin, int64_t end) {        \
-    few<T, T>(args, begin, end);                                                               \
-  }                                                                                            \
-  GC_EXPORT void gc_cached_merge_##TAG(const gc_args* args, int64_t begin, int64_t end) {      \
-    merge<T>(args, begin, end);                                                                \
+#ifdef GC_CACHED_RECORDS  // rows are records
+#define GC_ROWS(T) uint8_t
+#define GC_NAMED(NAME, TAG) NAME##_records_##TAG
+#else
+#define GC_ROWS(T) T
+#define GC_NAMED(NAME, TAG) NAME##_##TAG
+#endif
+#define GC_CACHED_FEW(TAG, T)                                                                    \
+  GC_EXPORT void GC_NAMED(gc_cached_few, TAG)(const gc_args* args, int64_t begin, int64_t end) { \
+    few<T, GC_ROWS(T)>(args, begin, end);                                                        \
+  }                                                                                              \
+  GC_EXPORT void GC_NAMED(gc_cached_merge, TAG)(const gc_args* args, int64_t begin,              \
+                                                int64_t end) {                                   \
+    merge<T>(args, begin, end);                                                                  \
   }
 // One dtype alone where its unit says so (templates/strided.py).
 #ifndef GC_ONE_DTYPE

@@ -9,6 +9,16 @@
 #include "paging.h"
 #include "records.h"
 
+// What is stored of numbers T, and the names of the kernels, in units for rows as they are and in those
+// for records.
+#ifdef GC_CACHED_RECORDS
+#define GC_ROWS(T) uint8_t
+#define GC_NAMED(NAME, TAG) NAME##_records_##TAG
+#else
+#define GC_ROWS(T) T
+#define GC_NAMED(NAME, TAG) NAME##_##TAG
+#endif
+
 // ptr = {q, out, start, table, k, v, partial, sinks}. Strides count elements; rows of keys, of values
 // and of results lie in one piece. The head of query g of key head h is h * group + g.
 struct gc_cached_shape {

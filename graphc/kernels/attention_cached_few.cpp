@@ -1,13 +1,6 @@
 // Few queries over pasts as they are, or in records: see attention_cached_few.h.
 #include "attention_cached_few.h"
 
-#ifdef GC_CACHED_RECORDS  // rows are records
-#define GC_ROWS(T) uint8_t
-#define GC_NAMED(NAME, TAG) NAME##_records_##TAG
-#else
-#define GC_ROWS(T) T
-#define GC_NAMED(NAME, TAG) NAME##_##TAG
-#endif
 #define GC_CACHED_FEW(TAG, T)                                                                    \
   GC_EXPORT void GC_NAMED(gc_cached_few, TAG)(const gc_args* args, int64_t begin, int64_t end) { \
     few<T, GC_ROWS(T)>(args, begin, end);                                                        \

@@ -1,13 +1,6 @@
 // Many queries over pasts as they are, or in records: see attention_cached_many.h.
 #include "attention_cached_many.h"
 
-#ifdef GC_CACHED_RECORDS  // rows are records
-#define GC_ROWS(T) uint8_t
-#define GC_NAMED(NAME, TAG) NAME##_records_##TAG
-#else
-#define GC_ROWS(T) T
-#define GC_NAMED(NAME, TAG) NAME##_##TAG
-#endif
 #define GC_CACHED_MANY(TAG, T, A)                                                                 \
   GC_EXPORT void GC_NAMED(gc_cached_many, TAG)(const gc_args* args, int64_t begin, int64_t end) { \
     many<T, GC_ROWS(T), A>(args, begin, end);                                                     \

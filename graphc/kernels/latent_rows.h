@@ -95,12 +95,6 @@ template <class S, class Item> class LatentRows {
   Span spans_[2 * SCORE_ROWS + 1];
   int turn_;
 
-  static void widen(float* to, const S* from, int64_t n) {
-    int64_t i = 0;
-    for (; i + VL <= n; i += VL) store(to + i, vload(from + i, All{}));
-    for (; i < n; i++) to[i] = to_float(from[i]);
-  }
-
   // Some rows of a block of n.
   void list(int turn, int64_t first, int64_t n) {
     Span* to = spans_;
@@ -173,8 +167,8 @@ template <class S, class Item> class LatentRows {
         items[j] = (const Item*)(staged_ + j * width_);
       } else if constexpr (CONVERT) {
         float* const row = staged_ + j * width_;
-        widen(row, rows[j], split_);
-        if (split_ != width_) widen(row + split_, behind[j], width_ - split_);
+        gc::convert(rows[j], split_, row);
+        if (split_ != width_) gc::convert(behind[j], width_ - split_, row + split_);
         items[j] = row;
       } else {
         items[j] = (const Item*)rows[j];

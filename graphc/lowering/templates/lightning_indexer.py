@@ -86,7 +86,7 @@ def choose(
         *query.strides[:3], *weights.strides, WEIGHT_TYPES[weights.dtype], *source.immediates(),
         *_records(source, form, 0),
     ]  # fmt: skip
-    room = 2 * (2 * count + BLOCK + 16)
+    room = _room(count)
     unit, name = _unit(ctx, kind, form)
     ctx.kernel(
         unit,
@@ -126,7 +126,7 @@ def _again(
     batch, queries, heads, d = query.shape
     count, candidates = int(node.argument("count")), chosen.shape[2]
     unit, _ = _unit(ctx, kind, form)
-    room = 2 * (2 * count + BLOCK + 16)
+    room = _room(count)
     ctx.kernel(
         unit,
         f"lightning_indexer_again_{kind}",
@@ -161,6 +161,11 @@ def _operands(
         raise Refuse(f"an indexer with weights of {weights.dtype}")
     same_width("an indexer", query.shape[3], source.width if form is None else form.width)
     return query, weights, kind
+
+
+def _room(count: int) -> int:
+    """Words of a buffer of candidates: twice best_room of best_positions.h."""
+    return 2 * (2 * count + BLOCK + 16)
 
 
 def _unit(ctx: LoweringContext, kind: str, form: RecordFormat | None) -> tuple[Unit, str]:

@@ -14,7 +14,7 @@ import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +47,19 @@ class Counts:
     skipped: int = 0  # import: already there; export: damaged
 
 
-def export_bundle(store: Store, output: Path) -> Counts:
-    """Writes all kernels and libraries of the cache into `output`, atomically.
+def export_bundle(store: Store, output: Path, only: Collection[str] | None = None) -> Counts:
+    """Writes all kernels and libraries of the cache into `output`, atomically; with `only`, these
+    alone ("bucket/digest").
 
     Raises:
-        UsageError: `output` cannot be written.
+        UsageError: `output` cannot be written, or the cache lacks one of `only`.
     """
+    wanted = {
+        bucket: [d for d in entry.digests(store.root, bucket) if _asked(bucket, d, only)]
+        for bucket in CARRIED
+    }
+    if only is not None:
+        _complete(store, only, {f"{b}/{digest}" for b, found in wanted.items() for digest in found})
     entries = total = skipped = 0
     try:
         with (
@@ -60,14 +67,16 @@ def export_bundle(store: Store, output: Path) -> Counts:
             zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
             contextlib.closing(store.workspace()) as area,
         ):
-            for bucket in CARRIED:
-                for digest in entry.digests(store.root, bucket):
+            for bucket, digests in wanted.items():
+                for digest in digests:
                     place = entry.folder(store.root, bucket, digest)
                     payload = area.path / digest
                     try:
                         meta = entry.take(place, bucket, payload)
                         _add(archive, f"{bucket}/{digest}", bucket, payload, place)
                     except (Damage, FileNotFoundError):
+                        if only is not None:
+                            _complete(store, only, set(only) - {f"{bucket}/{digest}"})
                         skipped += 1
                         continue
                     payload.unlink()
@@ -75,6 +84,20 @@ def export_bundle(store: Store, output: Path) -> Counts:
     except OSError as error:
         raise _unwritable(error, output) from None
     return Counts(entries, total, skipped)
+
+
+def _asked(bucket: str, digest: str, only: Collection[str] | None) -> bool:
+    return only is None or f"{bucket}/{digest}" in only
+
+
+def _complete(store: Store, only: Collection[str], found: Collection[str]) -> None:
+    lacking = len(set(only) - set(found))
+    if lacking:
+        raise UsageError(
+            f"expected all {len(only)} entries of the plan in the cache, {lacking} are not there",
+            where=str(store.root),
+            hint="build the plan again with this cache, then export it",
+        )
 
 
 def _add(archive: zipfile.ZipFile, prefix: str, bucket: str, payload: Path, place: Path) -> None:

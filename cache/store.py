@@ -23,6 +23,7 @@ import msgspec
 from cache import entry, folder, why
 from cache.index import Index, IndexDamaged, IndexUnavailable, rebuild
 from cache.key import Key
+from cache.makers import makers
 from cache.workspace import Area, no_space, private_area
 from graphc.errors import GraphcError
 from graphc.store import KERNELS, PAYLOADS, Fields, NoSpaceError, Stored, Workspace
@@ -110,6 +111,10 @@ class Store:
             if meta is not None:
                 return Stored(path, meta.sha256, key.digest, "made", area)
         return Stored(path, entry.file_digest(path)[0], key.digest, "private", area)
+
+    def makers(self) -> list[tuple[str, str]]:
+        """See `KernelStore.makers`."""
+        return makers(self.root)
 
     def why(self, bucket: str, fields: Fields) -> str:
         """See `KernelStore.why`."""

@@ -13,6 +13,7 @@ from cache.bundle import Counts, export_bundle, import_bundle
 from cache.key import Key
 from cache.store import Store
 from cache.why import Nearest, nearest
+from cli.plans import PlanFolder
 from cli.render import duration, print_json, print_table, size
 from graphc.errors import DamagedError, UsageError
 from graphc.store import PAYLOADS
@@ -149,11 +150,18 @@ def why(key: str | None, last: bool, as_json: bool) -> None:
 
 @cache.command(name="export")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--plan",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Only what this plan is made of.",
+)
 @as_json_option
-def export(file: Path, as_json: bool) -> None:
+def export(file: Path, plan: Path | None, as_json: bool) -> None:
     """Write all kernels into one FILE, to import on another machine."""
     store = Store()
-    _counts("exported", export_bundle(store, file), as_json, "damaged")
+    only = None if plan is None else PlanFolder.open(plan).entries()
+    _counts("exported", export_bundle(store, file, only), as_json, "damaged")
     _say(store)
 
 

@@ -20,7 +20,7 @@ from cli.progress import progress
 from cli.render import print_json, print_table, size
 from graphc.errors import CompileError, GraphcError
 from graphc.runtime.calibration import Peaks, Rates, measured
-from graphc.toolchain.compiler import Compiler
+from graphc.toolchain.compiler import Compiler, NoCompilerError
 from graphc.toolchain.isa import Isa
 
 PACKAGES = ("graphc", "passes", "cache", "cli")
@@ -137,9 +137,22 @@ def compiler() -> list[Finding]:
     """The C++ compiler a build will use; running a plan needs none."""
     try:
         used = Compiler.discover()
+    except NoCompilerError as error:
+        made = [identity for identity, _ in _makers()]
+        if not made:
+            return [Finding("compiler", "bad", error.what, error.hint)]
+        hint = f"builds need all their kernels in the cache; its are of {', '.join(made)}"
+        return [Finding("compiler", "note", error.what, hint)]
     except CompileError as error:
         return [Finding("compiler", "bad", error.what, error.hint)]
     return [Finding("compiler", "ok", f"{used.identity}, {used.target}: {' '.join(used.command)}")]
+
+
+def _makers() -> list[tuple[str, str]]:
+    try:
+        return Store().makers()
+    except GraphcError:  # `kernel_cache` reports it
+        return []
 
 
 def instructions() -> list[Finding]:

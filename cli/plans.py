@@ -34,6 +34,20 @@ class PlanFolder:
         """The graph after all passes."""
         return (self.path / "graph.txt").read_text(encoding="utf-8")
 
+    def entries(self) -> list[str]:
+        """The cache's entries that the plan is made of, "bucket/digest".
+
+        Raises UsageError: the plan's build did not note them.
+        """
+        keys = self.report.compile.keys
+        if not keys:
+            raise UsageError(
+                "the plan does not say which entries of the cache it is made of",
+                where=str(self.path),
+                hint="build it again: graphc build",
+            )
+        return keys
+
     def source(self, kernel: str) -> tuple[str, str]:
         """File name and text of the generated source of a kernel: its symbol, the symbol's
         beginning, or its file.

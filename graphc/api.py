@@ -421,23 +421,25 @@ def calibrate(progress: Progress | None = None) -> Peaks:
     seconds, and keeps the best of all calibrations in the cache folder. The loops are compiled
     through the cache, for the best instruction set of the machine whatever GRAPHC_ISA says.
 
-    Raises CompileError (no compiler), UsageError (the cache folder is not to be trusted).
+    Raises CompileError (no compiler, and the cache lacks the loops), UsageError (the cache folder
+    is not to be trusted).
     """
     import graphc.kernels
     from cache.store import Store
     from graphc.lowering.context import Unit
     from graphc.runtime import calibration
     from graphc.toolchain.compile import compile_units
-    from graphc.toolchain.compiler import Compiler
     from graphc.toolchain.link import link
+    from graphc.toolchain.recorded import usable_compiler
 
     source = Path(graphc.kernels.__path__[0]) / "calibrate.cpp"
-    store, compiler = Store(), Compiler.discover()
+    store, isa = Store(), Isa.detect({})
     try:
         if progress is not None:
             progress("compile", 0, 0)
         unit = Unit("calibrate", source.read_text(encoding="utf-8"))
-        objects = compile_units([unit], Isa.detect({}), compiler, store)
+        compiler = usable_compiler([unit], isa, store)
+        objects = compile_units([unit], isa, compiler, store)
         with tempfile.TemporaryDirectory(prefix="graphc-") as folder:
             library = Path(folder) / "calibrate.so"
             link(objects.objects, library, compiler, store)

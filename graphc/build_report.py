@@ -24,6 +24,7 @@ from graphc.report import (
     SymbolRecord,
     TuningRecord,
 )
+from graphc.store import KERNELS, LINKS, Stored
 from graphc.toolchain.compile import CompileReport
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def build_report(
     objects: CompileReport,
     *,
     source: str,
+    library: Stored,
     compiler: str,
     level: str,
     stages: list[StageRecord],
@@ -48,7 +50,7 @@ def build_report(
 ) -> BuildReport:
     """What `graphc inspect` shows. `sides` are the lowered graphs with their phases, `origins`
     these graphs before all passes, `programs` the step tables with the graph each is of; `sources`
-    names the file of each kernel symbol."""
+    names the file of each kernel symbol, `library` is what was linked of the `objects`."""
     lowered = [side for _, side in sides]
     return BuildReport(
         model=plan.model,
@@ -73,7 +75,8 @@ def build_report(
             for node, reason, where in side.fallbacks
         ],
         compile=CompileRecord(
-            len(objects.units), objects.hits, objects.compiled, objects.seconds, compiler, level
+            len(objects.units), objects.hits, objects.compiled, objects.seconds, compiler, level,
+            [*(f"{KERNELS}/{o.key}" for o in objects.objects), f"{LINKS}/{library.key}"],
         ),
         weights_bytes=sum({w.offset: w.nbytes for w in plan.weights}.values()),
         weights=len({w.offset for w in plan.weights}),

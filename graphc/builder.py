@@ -57,6 +57,7 @@ from graphc.toolchain.compile import CompileReport, compile_units
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.isa import Isa
 from graphc.toolchain.link import link
+from graphc.toolchain.recorded import usable_compiler
 
 Progress = Callable[[str, int, int], None]
 #: the formats in a plan, of its graphs (with their phases), the report so far, and the dtypes of
@@ -140,8 +141,8 @@ class _Build:
         planned: list[tuple[Program, Expressions]] = self._timed(
             "memory", lambda: self._programs(sides)
         )
-        compiler = Compiler.discover()
         units = collect_units(sides)
+        compiler = usable_compiler(units, request.isa, request.store)
 
         def compiled() -> CompileReport:
             return compile_units(
@@ -260,7 +261,7 @@ class _Build:
             prefix=".graphc-", dir=request.output.absolute().parent
         ) as folder:
             library = Path(folder) / KERNELS
-            link(objects.objects, library, compiler, request.store)
+            linked = link(objects.objects, library, compiler, request.store)
             writer = WeightsWriter()
             for item in (c for side in sides for c in side.constants):
                 writer.add(
@@ -274,8 +275,9 @@ class _Build:
                 plan, [(a.phase, side) for a, side in zip(request.sides, sides, strict=True)],
                 [(p, next(x for x in sides if x.graph is t.graph)) for p, t in planned],
                 [a.origin or a.graph for a in request.sides], objects, source=request.source,
-                compiler=compiler.identity, level=request.isa.level, stages=self.stages,
-                passes=records, sources=sources, notes=request.captured.notes, tuning=self.tuned,
+                library=linked, compiler=compiler.identity, level=request.isa.level,
+                stages=self.stages, passes=records, sources=sources, notes=request.captured.notes,
+                tuning=self.tuned,
             )  # fmt: skip
             if request.describe is not None:
                 dtypes = _dtypes([side.graph for side in sides])

@@ -117,14 +117,18 @@ class Compiled:
     def _digest(self, captures: list[Captured]) -> str:
         """Of all that decides what the plan is: graph, weights, options, machine, compiler."""
         from graphc.ir.text import print_graph
-        from graphc.toolchain.compiler import Compiler
+        from graphc.toolchain.compiler import Compiler, NoCompilerError
         from graphc.toolchain.isa import Isa
 
+        try:
+            compiler = Compiler.discover().identity
+        except NoCompilerError:  # the build then takes what the cache holds
+            compiler = "none"
         digest = hashlib.sha256()
         for part in (
             f"{graphc.__version__} {FORMAT_VERSION} {ABI_VERSION} {_sources()}",
             repr(Isa.detect()),
-            Compiler.discover().identity,
+            compiler,
             repr(self.options),
             *(print_graph(c.graph) for c in captures),
             *(repr((c.arguments, c.keywords, c.results, c.result_names)) for c in captures),

@@ -157,7 +157,8 @@ class SymbolRecord(msgspec.Struct, frozen=True):
 
 
 class CompileRecord(msgspec.Struct, frozen=True):
-    """Translation units: all that the plan needs, those found in the cache, those compiled."""
+    """Translation units: all that the plan needs, those found in the cache, those compiled.
+    `keys` are the cache's entries that the plan is made of, "bucket/digest"."""
 
     units: int
     hits: int
@@ -165,6 +166,7 @@ class CompileRecord(msgspec.Struct, frozen=True):
     seconds: float
     compiler: str = ""
     isa: str = ""
+    keys: list[str] = []
 
 
 class TuningRecord(msgspec.Struct, frozen=True):

@@ -75,6 +75,10 @@ class KernelStore(Protocol):
         that want this key, and publishes it atomically. Errors of `make` pass through."""
         ...
 
+    def makers(self) -> list[tuple[str, str]]:
+        """(identity, target) of each compiler that made a library in the cache, most first."""
+        ...
+
     def why(self, bucket: str, fields: Fields) -> str:
         """One line: how the nearest stored key differs from this one."""
         ...

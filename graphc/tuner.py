@@ -48,9 +48,9 @@ from graphc.runtime.calibration import cache_levels, cpu_key, key_digest
 from graphc.runtime.session import Session, load
 from graphc.store import KernelStore
 from graphc.toolchain.compile import compile_units
-from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.isa import Isa
 from graphc.toolchain.link import link
+from graphc.toolchain.recorded import usable_compiler
 
 FORMAT = 1
 #: folder inside graphc's cache folder
@@ -175,9 +175,10 @@ class Tuner:
         runtime = Path(graphc.__path__[0]) / "runtime" / "executor.cpp"
         executor = Unit("executor", runtime.read_text())
         units.setdefault(executor.source, executor)
-        compiler = Compiler.discover()
+        wanted = list(units.values())
+        compiler = usable_compiler(wanted, self.isa, self.store)
         objects = compile_units(
-            list(units.values()), self.isa, compiler, self.store, jobs=self.jobs,
+            wanted, self.isa, compiler, self.store, jobs=self.jobs,
             require_cached=self.require_cached,
         )  # fmt: skip
         library = folder / KERNELS

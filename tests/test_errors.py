@@ -305,6 +305,23 @@ def test_no_compiler(net: str, tmp_path: Path) -> None:
     assert not (tmp_path / "plan").exists()
 
 
+def test_no_compiler_and_a_kernel_that_the_cache_lacks(
+    net: str,
+    built: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("graphc.toolchain.compiler._zig_command", lambda: None)
+    plan = tmp_path / "plan"
+    assert main(["build", net, "-o", str(plan), "--bucket", "64"]) == 0
+    text = fails(capsys, 4, "build", net, "-o", plan, "--bucket", "64", "--dtype", "bfloat16")
+    for part in ("g++: not found", "the cache lacks", "nearest", "graphc cache import"):
+        assert part in text
+
+
 def test_full_disk(
     net: str,
     built: Path,

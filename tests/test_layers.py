@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "graphc.lowering",
         "graphc.plan",
         "graphc.report",
+        "graphc.store",
         "graphc.toolchain",
     },
     "graphc.builder": IR

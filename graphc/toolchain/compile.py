@@ -20,6 +20,8 @@ from graphc.toolchain.flags import compile_flags, include_flags
 from graphc.toolchain.isa import Isa
 from graphc.toolchain.prelude import plain_prelude, precompiled_prelude
 from graphc.toolchain.process import Cancelled, Runner
+from graphc.toolchain.recorded import missing as not_held
+from graphc.toolchain.recorded import told
 from graphc.toolchain.sources import INCLUDE_ROOTS, kernel_fields
 
 if TYPE_CHECKING:  # sympy, which it needs, takes long to import
@@ -80,7 +82,8 @@ def compile_units(
         require_cached: compile nothing.
 
     Raises:
-        CompileError: the compiler rejected a unit; its source is kept in the file that is named.
+        CompileError: the compiler rejected a unit, whose source is kept in the file that is named;
+            or there is no compiler, and something is missing.
         CacheMissError: `require_cached` and something is missing.
         NoSpaceError: no disk space, neither in the cache nor in the temporary folder.
     """
@@ -104,7 +107,7 @@ class _Build:
         self.flags = (*compile_flags(isa, compiler), *include_flags(INCLUDE_ROOTS))
         self.prelude: tuple[str, ...] = ()  # flags of the precompiled header, once it works
         self.prelude_file: Stored | None = None  # may live in a folder of its own
-        self.notes: list[str] = []
+        self.notes: list[str] = [] if compiler.command else [told(compiler)]
         self.results: dict[str, tuple[Stored, UnitResult]] = {}
         self.done = 0
         self.total = 0
@@ -156,14 +159,18 @@ class _Build:
 
     def _missing(self, missing: list[_Job], require_cached: bool) -> None:
         self.store.record_misses([(KERNELS, job.unit.name, job.fields) for job in missing])
-        if not require_cached:
+        if not require_cached and self.compiler.command:
             return
         lines = [f"{job.unit.name}: {self.store.why(KERNELS, job.fields)}" for job in missing[:20]]
         if len(missing) > 20:
             lines.append(f"and {len(missing) - 20} more")
+        listed = "\n    ".join(lines)
+        if not require_cached:
+            count = f"{len(missing)} of {self.total} kernels"
+            raise not_held(self.compiler, f"{count}:\n    {listed}")
         raise CacheMissError(
             f"expected every kernel in the cache, {len(missing)} of {self.total} missing:\n    "
-            + "\n    ".join(lines),
+            + listed,
             hint="build once without --require-cached; "
             "`graphc cache why --last` shows the differences",
         )

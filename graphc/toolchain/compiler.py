@@ -26,11 +26,15 @@ _OLDEST = {"gcc": 9, "clang": 10, "zig": 15}
 _found: dict[tuple[str, str], Compiler] = {}
 
 
+class NoCompilerError(CompileError):
+    """This machine has no compiler, and $CXX does not ask for one."""
+
+
 @dataclass(frozen=True)
 class Compiler:
     """A usable C++17 compiler. `identity` and `target` go into keys, `command` never does."""
 
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # empty: known from the cache only (graphc.toolchain.recorded)
     kind: str  # "gcc" | "clang" | "zig"
     version: str  # full version text, without the program's name or path
     major: int  # of gcc or clang (zig: of its clang)
@@ -45,7 +49,8 @@ class Compiler:
         """The compiler to use. The answer is kept for the process, per $CXX and PATH.
 
         Raises:
-            CompileError: none works; says what was tried.
+            NoCompilerError: there is none; says what was tried.
+            CompileError: the one named by $CXX does not work.
         """
         request = (os.environ.get("CXX", ""), os.environ.get("PATH", ""))
         if request not in _found:
@@ -79,7 +84,7 @@ def _search(cxx: str) -> Compiler:
         compiler = _probe(candidate, tried)
         if compiler is not None:
             return compiler
-    raise CompileError("no C++ compiler found; tried " + "; ".join(tried), hint=INSTALL)
+    raise NoCompilerError("no C++ compiler found; tried " + "; ".join(tried), hint=INSTALL)
 
 
 def _zig_command() -> tuple[str, ...] | None:

@@ -15,6 +15,7 @@ from graphc.store import LINKS, Fields, KernelStore, NoSpaceError, Stored
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.flags import link_flags
 from graphc.toolchain.process import Runner
+from graphc.toolchain.recorded import missing
 
 
 def link(objects: Sequence[Stored], output: Path, compiler: Compiler, store: KernelStore) -> Stored:
@@ -23,7 +24,8 @@ def link(objects: Sequence[Stored], output: Path, compiler: Compiler, store: Ker
     Equal objects give an equal file, so the key is their digests.
 
     Raises:
-        CompileError: the linker refused, for example an undefined symbol.
+        CompileError: the linker refused, for example an undefined symbol; or there is no compiler,
+            and the cache does not hold this library.
         NoSpaceError: the disk of `output`, or of all temporary folders, is full.
         UsageError: `output` cannot be written.
     """
@@ -31,6 +33,8 @@ def link(objects: Sequence[Stored], output: Path, compiler: Compiler, store: Ker
     workspace = store.workspace()
 
     def make(path: Path) -> None:
+        if not compiler.command:
+            raise missing(compiler, f"the library of these {len(objects)} kernels")
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             # numbered names: the library shall not know where its parts came from
             names = [f"{number}.o" for number in range(len(objects))]

@@ -30,7 +30,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def size_limit(environ: Mapping[str, str] = os.environ) -> int:
-    """$GRAPHC_CACHE_SIZE in bytes ("2G", "500M", "1500000"), 5 GB by default.
+    """$GRAPHC_CACHE_SIZE in bytes, 5 GB by default.
 
     Raises:
         UsageError: the value is no size.
@@ -38,12 +38,22 @@ def size_limit(environ: Mapping[str, str] = os.environ) -> int:
     text = environ.get("GRAPHC_CACHE_SIZE", "").strip()
     if not text:
         return DEFAULT_LIMIT
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text, re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(
-            f"expected a size such as 5G or 500M, found {text!r}",
-            where="environment variable GRAPHC_CACHE_SIZE",
-        )
+    where = "environment variable GRAPHC_CACHE_SIZE"
+    wanted = parse_size(text, where)
+    if not wanted:
+        raise UsageError(f"expected a size such as 5G or 500M, found {text!r}", where=where)
+    return wanted
+
+
+def parse_size(text: str, where: str = "") -> int:
+    """Bytes of "2G", "500M", "1500000"; `where` the text stands.
+
+    Raises:
+        UsageError: the text is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UsageError(f"expected a size such as 5G or 500M, found {text!r}", where=where)
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

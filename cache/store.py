@@ -21,6 +21,7 @@ import filelock
 import msgspec
 
 from cache import entry, folder, why
+from cache.counters import Counters
 from cache.index import Index, IndexDamaged, IndexUnavailable, rebuild
 from cache.key import Key
 from cache.makers import makers
@@ -65,6 +66,7 @@ class Store:
         self._mutex = threading.RLock()
         self._names = itertools.count()
         self._index: Index | None = None
+        self.counters = Counters(self.root, self.writable)
         if self.writable:
             folder.sweep(self.root)
             self._open_index()
@@ -85,7 +87,10 @@ class Store:
 
     def fetch(self, bucket: str, fields: Fields, workspace: Workspace) -> Stored | None:
         """See `KernelStore.fetch`."""
-        return self._fetch(bucket, Key(fields).digest, workspace)
+        found = self._fetch(bucket, Key(fields).digest, workspace)
+        if found is not None:
+            self.counters.hit(bucket, found.seconds)
+        return found
 
     def fetch_or_make(
         self,
@@ -103,7 +108,10 @@ class Store:
             # also the re-read after waiting for a process that was making the same
             found = self._fetch(bucket, key.digest, workspace, counted=bucket == KERNELS)
             if found is not None:
+                self.counters.hit(bucket, found.seconds, waited=bucket == KERNELS)
                 return found
+            if bucket != KERNELS:  # a build records the misses of its kernels all at once
+                self.counters.missed(bucket, [key])
             started = time.perf_counter()
             path, area = self._make(make, self._target(bucket, workspace), workspace)
             seconds = time.perf_counter() - started
@@ -122,6 +130,9 @@ class Store:
 
     def record_misses(self, misses: list[tuple[str, str, Fields]]) -> None:
         """See `KernelStore.record_misses`."""
+        for bucket in PAYLOADS:
+            keys = [Key(fields) for place, _, fields in misses if place == bucket]
+            self.counters.missed(bucket, keys)
         if not self.writable:
             return
         data = msgspec.json.encode(misses[:_MISSES_KEPT])
@@ -164,7 +175,7 @@ class Store:
                         continue  # evicted meanwhile
                     except (entry.Damage, OSError) as error:
                         if fix:
-                            self._drop(bucket, digest)
+                            self._drop(bucket, digest, "damaged")
                         findings.append(Finding(f"{bucket}/{digest}: {error}", fix))
         return findings + (self._check_index(sizes, fix) if self.writable else [])
 
@@ -198,11 +209,15 @@ class Store:
         count = 0
         for bucket in PAYLOADS:
             for digest in list(entry.digests(self.root, bucket)):
-                self._drop(bucket, digest)
+                self.remove(bucket, digest)
                 count += 1
         with contextlib.suppress(OSError):
             (self.root / _MISSES).unlink(missing_ok=True)
         return count
+
+    def remove(self, bucket: str, digest: str) -> None:
+        """Removes an entry that is not wanted any more."""
+        self._drop(bucket, digest, "removed")
 
     def adopt(self, bucket: str, key: Key, payload: Path, label: str, seconds: float) -> bool:
         """Publishes a file made elsewhere (a bundle's); False if a sound entry is there already.
@@ -260,7 +275,7 @@ class Store:
             target.unlink(missing_ok=True)
             self._note(f"damaged cache entry {bucket}/{digest[:12]} is made again: {error}")
             if self.writable:
-                self._drop(bucket, digest)
+                self._drop(bucket, digest, "damaged")
             return None
 
         def touch(index: Index) -> None:
@@ -268,7 +283,7 @@ class Store:
                 index.put(bucket, digest, meta.bytes)
 
         self._with_index(touch, None)
-        return Stored(target, meta.sha256, digest, "hit", workspace)
+        return Stored(target, meta.sha256, digest, "hit", workspace, meta.seconds)
 
     def _target(self, bucket: str, workspace: Workspace) -> Path:
         return workspace.path / f"{next(self._names)}-{PAYLOADS[bucket]}"
@@ -311,10 +326,12 @@ class Store:
         except OSError as error:
             self._note(f"new kernels are not kept in {self.root}: {error.strerror}")
             return None
+        self.counters.made(bucket, key)
         self._with_index(lambda index: index.put(bucket, key.digest, meta.bytes), None)
         return meta
 
-    def _drop(self, bucket: str, digest: str) -> None:
+    def _drop(self, bucket: str, digest: str, cause: str) -> None:
+        self.counters.lost(digest, cause)
         self._with_index(lambda index: index.drop(digest), None)
         with contextlib.suppress(OSError):
             entry.remove(self.root, bucket, digest)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import click
 
-from cache import entry
 from cache.bundle import Counts, export_bundle, import_bundle
-from cache.key import Key
+from cache.folder import default_root, parse_size
+from cache.listing import Listed, listed, parse_age, prune
 from cache.store import Store
-from cache.why import Nearest, nearest
+from cli.cache_stats import as_stats, print_stats
+from cli.cache_why import why
 from cli.plans import PlanFolder
 from cli.render import duration, print_json, print_table, size
 from graphc.errors import DamagedError, UsageError
-from graphc.store import PAYLOADS
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -31,37 +31,19 @@ def cache() -> None:
 
 @cache.command()
 @as_json_option
-def info(as_json: bool) -> None:
-    """Folder, size, number of entries, and look-ups so far."""
+def stats(as_json: bool) -> None:
+    """What the cache holds, and what look-ups came to so far: hits, misses by reason, losses."""
     store = Store()
-    buckets = {bucket: _volume(store, bucket) for bucket in PAYLOADS}
-    used = sum(nbytes for _, nbytes in buckets.values())
-    hits, misses = store.lookups()
-    notes = store.drain_notes()
-    data = {
-        "folder": str(store.root),
-        "writable": store.writable,
-        "bytes": used,
-        "limit": store.limit,
-        "buckets": {
-            name: {"entries": count, "bytes": nbytes} for name, (count, nbytes) in buckets.items()
-        },
-        "hits": hits,
-        "misses": misses,
-        "notes": notes,
-    }
+    held = listed(store)
+    data = as_stats(store, held)
     if as_json:
         print_json(data)
         return
+    used = sum(item.bytes for item in held)
     click.echo(f"{store.root}{'' if store.writable else f'  (not writable: {store.obstacle})'}")
     click.echo(f"{size(used)} of {size(store.limit)} ({100 * used / store.limit:.1f}%)")
-    rows = [(name, count, size(nbytes)) for name, (count, nbytes) in buckets.items()]
-    print_table(("bucket", "entries", "size"), rows, " rr")
-    if hits + misses:
-        share = 100 * hits / (hits + misses)
-        click.echo(f"look-ups: {hits} of {hits + misses} hit ({share:.1f}%)")
-    for note in notes:
-        click.echo(note, err=True)
+    print_stats(data)
+    _say(store)
 
 
 @cache.command(name="list")
@@ -69,30 +51,14 @@ def info(as_json: bool) -> None:
 def list_(as_json: bool) -> None:
     """Every entry, the one used last at the top."""
     store = Store()
-    entries = _entries(store)
-    if as_json:
-        print_json(entries)
-        return
-    rows = [
-        (
-            str(item["key"])[:12],
-            item["bucket"],
-            item["label"],
-            size(int(str(item["bytes"]))),
-            duration(float(str(item["seconds"]))),
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(str(item["used"])))),
-        )
-        for item in entries
-    ]
-    columns = ("key", "bucket", "kernel", "size", "made in", "last used")
-    print_table(columns, rows, "   rr")
+    _print_entries(listed(store), as_json)
     _say(store)
 
 
 @cache.command()
 @click.option("--repair", is_flag=True, help="Drop what is damaged, bring the index in line.")
 @as_json_option
-def check(repair: bool, as_json: bool) -> None:
+def verify(repair: bool, as_json: bool) -> None:
     """Verify every entry and the index; exit 7 if something is left damaged."""
     store = Store()
     findings = store.check(repair)
@@ -109,43 +75,57 @@ def check(repair: bool, as_json: bool) -> None:
         raise DamagedError(
             f"{len(left)} damaged",
             where=str(store.root),
-            hint="" if repair else "run: graphc cache check --repair",
+            hint="" if repair else "run: graphc cache verify --repair",
         )
+
+
+@cache.command(name="prune")
+@click.option("--max-size", metavar="SIZE", help="Keep at most so much, e.g. 2G or 500M.")
+@click.option("--max-age", metavar="AGE", help="Keep what was used within 30d, 12h, 2w, ...")
+@click.option("--dry-run", is_flag=True, help="Say what would go, and leave it.")
+@as_json_option
+def prune_(max_size: str | None, max_age: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove the entries that were used longest ago. Plans that were built keep working."""
+    if max_size is None and max_age is None:
+        raise UsageError("expected --max-size, --max-age or both")
+    most = None if max_size is None else parse_size(max_size, "--max-size")
+    oldest = None if max_age is None else parse_age(max_age, "--max-age")
+    store = _writable()
+    gone = prune(store, most, oldest, dry_run=dry_run)
+    total = sum(item.bytes for item in gone)
+    if as_json:
+        print_json({"removed": len(gone), "nbytes": total, "dry_run": dry_run,
+                    "entries": [as_entry(item) for item in gone]})  # fmt: skip
+        return
+    if dry_run and gone:
+        _print_entries(gone, as_json)
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(gone)} entries, {size(total)}")
+    _say(store)
 
 
 @cache.command()
 @as_json_option
 def clear(as_json: bool) -> None:
     """Remove every entry. Plans that were built keep working."""
-    store = Store()
-    if not store.writable:
-        raise UsageError(f"the cache cannot be written: {store.obstacle}", where=str(store.root))
-    count = store.clear()
+    count = _writable().clear()
     if as_json:
         print_json({"removed": count})
         return
     click.echo(f"removed {count} entries")
 
 
-@cache.command()
-@click.argument("key", required=False)
-@click.option("--last", is_flag=True, help="The misses of the last build.")
+@cache.command(name="dir")
 @as_json_option
-def why(key: str | None, last: bool, as_json: bool) -> None:
-    """Name the fields in which KEY (or its first digits) differs from the nearest other entry."""
-    store = Store()
-    if (key is None) == (not last):
-        raise UsageError("expected a KEY or --last", hint="`graphc cache list` shows the keys")
-    found = _last(store) if key is None else [_of(store, key)]
+def dir_(as_json: bool) -> None:
+    """The cache's folder."""
+    folder = str(default_root().absolute())
     if as_json:
-        print_json([_as_data(*item) for item in found])
+        print_json({"folder": folder})
         return
-    if not found:
-        click.echo("the last build that missed is not recorded: nothing has missed so far")
-    for label, digest, near in found:
-        click.echo(f"{label} {digest[:12]}")
-        for line in _lines(near):
-            click.echo(f"  {line}")
+    click.echo(folder)
+
+
+cache.add_command(why)
 
 
 @cache.command(name="export")
@@ -183,73 +163,31 @@ def _counts(verb: str, counts: Counts, as_json: bool, skipped: str) -> None:
     click.echo(f"{verb} {counts.entries} entries, {size(counts.bytes)}{more}")
 
 
-def _volume(store: Store, bucket: str) -> tuple[int, int]:
-    count = total = 0
-    for digest in entry.digests(store.root, bucket):
-        try:
-            total += entry.read_meta(entry.folder(store.root, bucket, digest)).bytes
-        except (OSError, entry.Damage):
-            continue
-        count += 1
-    return count, total
-
-
-def _entries(store: Store) -> list[dict[str, object]]:
-    used = store.used()
-    found: list[tuple[float, dict[str, object]]] = []
-    for bucket in PAYLOADS:
-        for digest in entry.digests(store.root, bucket):
-            place = entry.folder(store.root, bucket, digest)
-            try:
-                meta = entry.read_meta(place)
-                when = used.get(digest) or place.stat().st_mtime
-            except (OSError, entry.Damage):
-                continue
-            item = {"key": digest, "bucket": bucket, "label": meta.label, "bytes": meta.bytes}
-            found.append((when, {**item, "seconds": meta.seconds, "used": when}))
-    return [item for _, item in sorted(found, key=lambda pair: -pair[0])]
-
-
-def _last(store: Store) -> list[tuple[str, str, Nearest | None]]:
-    keys = [(label, bucket, Key(fields)) for bucket, label, fields in store.last_misses()]
-    return [
-        (label, key.digest, nearest(store.root, bucket, key, without=key.digest))
-        for label, bucket, key in keys
-    ]
-
-
-def _of(store: Store, start: str) -> tuple[str, str, Nearest | None]:
-    matches = [
-        (bucket, digest)
-        for bucket in PAYLOADS
-        for digest in entry.digests(store.root, bucket)
-        if digest.startswith(start.lower())
-    ]
-    if len(matches) != 1:
-        raise UsageError(
-            f"expected the key of one entry, found {len(matches)} that start with {start!r}",
-            where=str(store.root),
-            hint="`graphc cache list` shows the keys",
+def _print_entries(entries: list[Listed], as_json: bool) -> None:
+    if as_json:
+        print_json([as_entry(item) for item in entries])
+        return
+    rows = [
+        (
+            item.key[:12], item.bucket, item.label, size(item.bytes), duration(item.seconds),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.used)),
         )
-    bucket, digest = matches[0]
-    place = entry.folder(store.root, bucket, digest)
-    try:
-        key, label = entry.read_key(place), entry.read_meta(place).label
-    except entry.Damage as error:
-        raise DamagedError(
-            f"entry {digest[:12]}: {error}", hint="run: graphc cache check --repair"
-        ) from None
-    return label, digest, nearest(store.root, bucket, key, without=digest)
+        for item in entries
+    ]  # fmt: skip
+    print_table(("key", "bucket", "kernel", "size", "made in", "last used"), rows, "   rr")
 
 
-def _lines(near: Nearest | None) -> list[str]:
-    if near is None:
-        return ["the cache holds no other entry of this kind"]
-    return [f"nearest: {near.label} {near.digest[:12]}", *(diff.line() for diff in near.diffs)]
+def as_entry(item: Listed) -> dict[str, object]:
+    """The entry as `--json` has it."""
+    data = asdict(item)
+    return {"nbytes" if name == "bytes" else name: value for name, value in data.items()}
 
 
-def _as_data(label: str, digest: str, near: Nearest | None) -> dict[str, object]:
-    return {"label": label, "key": digest, "nearest": None if near is None else asdict(near)}
+def _writable() -> Store:
+    store = Store()
+    if not store.writable:
+        raise UsageError(f"the cache cannot be written: {store.obstacle}", where=str(store.root))
+    return store
 
 
 def _say(store: Store) -> None:

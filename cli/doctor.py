@@ -169,7 +169,7 @@ def instructions() -> list[Finding]:
 
 
 def kernel_cache() -> list[Finding]:
-    """The cache's folder and its state (`graphc cache check` verifies every entry)."""
+    """The cache's folder and its state (`graphc cache verify` verifies every entry)."""
     try:
         store = Store()
     except GraphcError as error:

@@ -39,7 +39,7 @@ class Stored:
     """A verified file.
 
     origin: "hit" (was in the cache), "made" (made now and published), "private" (made now, but
-    the cache could not take it; it lives as long as `workspace`).
+    the cache could not take it; it lives as long as `workspace`). seconds: what making it took.
     """
 
     path: Path
@@ -47,6 +47,7 @@ class Stored:
     key: str
     origin: Literal["hit", "made", "private"]
     workspace: Workspace
+    seconds: float = 0.0
 
 
 class KernelStore(Protocol):

@@ -1,4 +1,4 @@
-"""The kernel cache: keys, verified hits, damage, races, lack of space, bundles, and its command.
+"""The kernel cache: keys, verified hits, damage, races, lack of space, bundles.
 
 `Store.check() == []` is the closing line of the tests: it verifies every entry and the index.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import shutil
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from cache import entry, folder
 from cache.bundle import export_bundle, import_bundle
@@ -28,7 +26,6 @@ from cache.index import PickleRefused, StringDisk
 from cache.key import Key
 from cache.store import Store
 from cache.why import nearest, one_line
-from cli.cache import cache as command
 from graphc.errors import CacheMissError, CompileError, DamagedError, UsageError
 from graphc.lowering.context import Unit
 from graphc.store import KERNELS, LINKS, Fields, NoSpaceError, Stored
@@ -164,7 +161,6 @@ def test_miss_then_hit(fake: Path) -> None:
     assert [u.origin for u in again.units] == ["hit", "hit", "made"]
     assert [o.path.read_text().split()[1] for o in again.objects] == ["one", "two", "three"]
     assert sorted(fake.read_text().split("\n")) == ["", "// one", "// three", "// two"]
-    assert store.lookups() == (2, 5)  # three units, and twice a precompiled header that fails
     assert Store().check() == []
 
 
@@ -718,41 +714,3 @@ def test_a_damaged_bundle_file_is_refused(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         export_bundle(other, tmp_path / "absent" / "b.zip")
     assert other.check() == []
-
-
-# -- the command ------------------------------------------------------------------------------
-
-
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.output
-
-
-def test_the_command_shows_checks_explains_and_clears(tmp_path: Path) -> None:
-    build(Store(), "one", "two")
-    info = json.loads(run("info", "--json"))
-    assert info["buckets"][KERNELS]["entries"] == 2 and info["writable"]
-    assert "kernels-v1" in run("info")
-    listed = json.loads(run("list", "--json"))
-    assert {item["label"] for item in listed} == {"one", "two"}
-    assert "two" in run("list")
-    assert "source: " in run("why", "--last")
-    assert "nearest: " in run("why", listed[0]["key"][:10])
-    assert json.loads(run("why", listed[0]["key"], "--json"))[0]["nearest"]["diffs"]
-    assert "sound" in run("check")
-    flip(payloads(Store())[0])
-    result = CliRunner().invoke(command, ["check", "--json"])
-    assert isinstance(result.exception, DamagedError)
-    assert len(json.loads(result.output)) == 1
-    assert "repaired" in run("check", "--repair")
-    assert "exported 1 entries" in run("export", str(tmp_path / "b.zip"))
-    assert "removed 1 entries" in run("clear")
-    assert "imported 1 entries" in run("import", str(tmp_path / "b.zip"))
-    assert Store().check() == []
-
-
-def test_the_command_refuses_an_unknown_key() -> None:
-    for arguments in (["why", "ffff"], ["why"], ["why", "ab", "--last"]):
-        result = CliRunner().invoke(command, arguments)
-        assert isinstance(result.exception, UsageError)

@@ -106,7 +106,7 @@ def reader(folder: Path) -> Callable[[int, int], object]:
 
     store, compiler = Store(), Compiler.discover()
     try:
-        objects = compile_units([Unit("benchmark_read", _READER)], Isa.detect({}), compiler, store)
+        objects = compile_units([Unit("benchmark_read", _READER)], Isa.detect(), compiler, store)
         link(objects.objects, folder / "read.so", compiler, store)
     finally:
         store.close()

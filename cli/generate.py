@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("target", metavar="PLAN_OR_MODEL")
+@click.argument("plan_or_model", metavar="PLAN_OR_MODEL")
 @click.option("--prompt", help="Text to continue.")
 @click.option("--ids", metavar="1,2,3|@FILE.npy", help="Tokens to continue.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @decoder_options
 @click.option("--json", "as_json", is_flag=True, help="Print tokens and figures as JSON.")
 def generate(
-    target: str,
+    plan_or_model: str,
     prompt: str | None,
     ids: str | None,
     max_new_tokens: int,
@@ -55,12 +55,12 @@ def generate(
     if (prompt is None) == (ids is None):
         raise UsageError("expected either --prompt or --ids")
     sampler = Sampler(temperature, top_k, top_p, seed)
-    folder = Path(target)
+    folder = Path(plan_or_model)
     if not is_plan(folder):
         build = BuildOptions(**options)
-        folder = plan_place(target, ("generate", build, chunk, batch))
+        folder = plan_place(plan_or_model, ("generate", build, chunk, batch))
         folder.parent.mkdir(parents=True, exist_ok=True)
-        build.build_decoder(target, folder, chunk=chunk, batch=batch, quiet=as_json)
+        build.build_decoder(plan_or_model, folder, chunk=chunk, batch=batch, quiet=as_json)
     given = prompt if prompt is not None else read_ids(ids or "")
     result = stream(
         folder, given, max_new_tokens=max_new_tokens, sampler=sampler, threads=threads,

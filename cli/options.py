@@ -71,9 +71,10 @@ _BUILD_OPTIONS = [
     click.option("--require-cached", is_flag=True, help="Exit 9 instead of compiling anything."),
     click.option("--jobs", type=click.IntRange(1), help="Compiles at the same time [all cores]."),
     click.option(
-        "--isa",
-        type=click.Choice(["native", "avx512", "avx2", "portable"]),
-        help="Instruction set to build for [this machine's].",
+        "--target",
+        default="host",
+        metavar="CPU",
+        help="CPU to build for: host, x86-64-v4, x86-64-v3, x86-64-v2, portable [host].",
     ),
     click.option(
         "--tune", is_flag=True, help="Measure open choices of kernels here; remembered by CPU."
@@ -117,7 +118,7 @@ class BuildOptions:
     precision: str = ""
     require_cached: bool = False
     jobs: int | None = None
-    isa: str | None = None
+    target: str = "host"
     tune: bool = False
 
     def build(
@@ -142,7 +143,7 @@ class BuildOptions:
                 dump_passes=dump_passes,
                 require_cached=self.require_cached,
                 jobs=self.jobs,
-                isa=None if self.isa == "native" else self.isa,
+                target=self.target,
                 tune=self.tune,
                 quant=self.quant,
                 precision=self.precision,
@@ -189,7 +190,7 @@ class BuildOptions:
                 dump_passes=dump_passes,
                 require_cached=self.require_cached,
                 jobs=self.jobs,
-                isa=None if self.isa == "native" else self.isa,
+                target=self.target,
                 progress=show,
                 tune=self.tune,
             )

@@ -101,7 +101,7 @@ def run(
         options = Options(
             shapes=build.shapes, buckets=build.buckets, disable_pass=build.disable_pass,
             pass_options=build.pass_options, require_cached=build.require_cached, jobs=build.jobs,
-            isa=None if build.isa == "native" else build.isa, progress=show, tune=build.tune,
+            target=build.target, progress=show, tune=build.tune,
             precision=build.precision,
         )  # fmt: skip
         return judge.judge(question, options, Path(folder), told)

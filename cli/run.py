@@ -21,7 +21,7 @@ from graphc.report import CompileRecord
 
 
 @click.command()
-@click.argument("target", metavar="PLAN_OR_MODEL")
+@click.argument("plan_or_model", metavar="PLAN_OR_MODEL")
 @build_options
 @click.option("--length", "lengths", multiple=True, metavar="T=128", help="Length of a symbol.")
 @click.option("--expect", type=click.Path(path_type=Path), metavar="FILE.npz", help="References.")
@@ -40,7 +40,7 @@ from graphc.report import CompileRecord
 @click.option("--save", "save_to", type=click.Path(path_type=Path), help="Write outputs as .npz.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def run(
-    target: str,
+    plan_or_model: str,
     lengths: tuple[str, ...],
     expect: Path | None,
     rtol: float | None,
@@ -68,16 +68,16 @@ def run(
       name=3                a scalar
     """
     built = None
-    folder = Path(target)
+    folder = Path(plan_or_model)
     build = BuildOptions(**options)
     if not is_plan(folder):
         if folder.is_dir() and not any(folder.glob("*.json")):
-            raise UsageError("no plan found", where=target, hint="make one: graphc build")
+            raise UsageError("no plan found", where=plan_or_model, hint="make one: graphc build")
         types, inputs = split_inputs(inputs)
         build = replace(build, inputs=types)
-        folder = plan_place(target, build)
+        folder = plan_place(plan_or_model, build)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        built = build.build(target, folder, quiet=as_json).compile
+        built = build.build(plan_or_model, folder, quiet=as_json).compile
     result = execute(
         folder,
         inputs,

@@ -38,8 +38,8 @@ class Options:
     """How a captured graph becomes a plan.
 
     disable_pass: passes left out, by name. pass_options: "name{key=value}". verify: every pass is
-    checked numerically. dump_passes: folder for the graph after each pass. isa: a lower
-    instruction set level than this machine's. jobs: compiler processes at a time. tune: choices
+    checked numerically. dump_passes: folder for the graph after each pass. target: the
+    CPU to build for (`graphc.toolchain.isa`). jobs: compiler processes at a time. tune: choices
     that kernels leave open are measured on this machine, or taken from the cache if they were.
     quant: what is narrowed, words of `graphc.quantization`.
     precision: what may be narrowed, "index=mxfp8,cache=keep"; roles it leaves out are those of
@@ -55,7 +55,7 @@ class Options:
     dump_passes: Path | None = None
     require_cached: bool = False
     jobs: int | None = None
-    isa: str | None = None
+    target: str = "host"
     progress: Progress | None = None
     stages: Sequence[StageRecord] = field(default_factory=tuple)
     tune: bool = False
@@ -155,9 +155,7 @@ def build_captured(
 
     options = options or Options()
     table = Shapes.load(options.shapes)
-    level = Isa.detect()
-    if options.isa is not None:
-        level = level.lowered(options.isa)
+    level = Isa.of(options.target)
     phase = options.phase or table.default_phase_of(model)
     policy = policy or precision_policy(table, options)
     graphs = len(sides) or 1 + len(variants)
@@ -277,7 +275,7 @@ def build(
     dump_passes: Path | None = None,
     require_cached: bool = False,
     jobs: int | None = None,
-    isa: str | None = None,
+    target: str = "host",
     progress: Progress | None = None,
     tune: bool = False,
     quant: Sequence[str] = (),
@@ -291,7 +289,7 @@ def build(
         inputs: types of inputs, "x=f32[1,T,384]"; a name in place of a size is a free length.
         dynamic: ranges "T=1:2048", and names of dimensions "x.1=T".
         dtype: floating-point weights (and example inputs) are converted to it.
-        precision: see `Options`.
+        precision, target: see `Options`.
 
     Raises:
         GraphcError: one of graphc.errors, with what, where and what to do.
@@ -308,7 +306,7 @@ def build(
     stages = (StageRecord("capture", time.perf_counter() - start),)
     options = Options(
         shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
-        dump_passes, require_cached, jobs, isa, progress, stages, tune, tuple(quant), precision,
+        dump_passes, require_cached, jobs, target, progress, stages, tune, tuple(quant), precision,
     )  # fmt: skip
     return build_captured(
         captured, Path(output), options, model=name, source=kind, variants=variants
@@ -419,7 +417,7 @@ def measured() -> Peaks | None:
 def calibrate(progress: Progress | None = None) -> Peaks:
     """Measures this machine's peak rates (GFLOP/s, GB/s; one thread and all), which takes a few
     seconds, and keeps the best of all calibrations in the cache folder. The loops are compiled
-    through the cache, for the best instruction set of the machine whatever GRAPHC_ISA says.
+    through the cache, for the best instruction set of the machine.
 
     Raises CompileError (no compiler, and the cache lacks the loops), UsageError (the cache folder
     is not to be trusted).
@@ -433,7 +431,7 @@ def calibrate(progress: Progress | None = None) -> Peaks:
     from graphc.toolchain.recorded import usable_compiler
 
     source = Path(graphc.kernels.__path__[0]) / "calibrate.cpp"
-    store, isa = Store(), Isa.detect({})
+    store, isa = Store(), Isa.detect()
     try:
         if progress is not None:
             progress("compile", 0, 0)

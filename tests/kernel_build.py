@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from graphc.cpu import features
 from graphc.files import replacing
 from graphc.lowering.context import Unit
-from graphc.toolchain.isa import LEVELS, Isa
+from graphc.toolchain.isa import ISAS, Isa
 
 KERNELS = Path(__file__).resolve().parents[1] / "graphc" / "kernels"
 COMMON_FLAGS = [
@@ -31,15 +32,8 @@ COMMON_FLAGS = [
 ]
 GUARD = 256  # canary bytes before and after each buffer we allocate
 CANARY = 0xA5
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """Feature names of the CPU as Linux prints them."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
+#: a target of each ISA level; of the best one that with all that this machine has
+TARGET_OF = {"portable": "portable", "avx2": "x86-64-v3", "avx512": "host"}
 
 
 def isa_flags(isa: str) -> list[str]:
@@ -49,13 +43,13 @@ def isa_flags(isa: str) -> list[str]:
     if isa == "avx2":
         return ["-march=x86-64-v3"]
     optional = ("avx512_bf16", "avx512_vnni", "avx512vbmi")
-    extra = [f"-m{name.replace('_', '')}" for name in optional if name in cpu_flags()]
+    extra = [f"-m{name.replace('_', '')}" for name in optional if name in (features() or ())]
     return ["-march=x86-64-v4", *extra]
 
 
 def available_isas() -> tuple[str, ...]:
-    """The levels this machine can execute, or GRAPHC_ISA lets it, fastest first."""
-    return tuple(reversed(LEVELS[: LEVELS.index(Isa.detect().level) + 1]))
+    """The levels this machine can execute, or GRAPHC_CPU lets it, fastest first."""
+    return tuple(reversed(ISAS[: ISAS.index(Isa.detect().level) + 1]))
 
 
 @cache

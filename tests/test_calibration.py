@@ -119,7 +119,7 @@ def test_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for side in (found.one, found.all):
         assert side.fp32 > 0
         assert all(min(one.read, one.write, one.copy) > 0 for one in side.levels)
-    flags = calibration.cpu_features() or frozenset()
+    flags = calibration.features() or frozenset()
     assert (found.one.bf16 > 0) == ("avx512_bf16" in flags)
     assert (found.one.int8 > 0) == ("avx512_vnni" in flags)
     assert shown[0] == ("compile", 0, 0)

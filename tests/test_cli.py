@@ -553,7 +553,7 @@ def test_build_passes_its_options_on(
     arguments = (
         "build demo -o out --input x=f32[1,T,4] --dynamic T=1:9 --bucket 2K --bucket 64"
         " --phase prefill --dtype bfloat16 --shapes s.yaml --disable-pass a --pass b{k=v}"
-        " --verify --dump-passes dump --require-cached --jobs 3 --isa avx2 --tune"
+        " --verify --dump-passes dump --require-cached --jobs 3 --target x86-64-v3 --tune"
         " --quant index=mxfp8 --precision cache=keep"
     )
     assert main(arguments.split()) == 0
@@ -575,7 +575,7 @@ def test_build_passes_its_options_on(
             "dump_passes": Path("dump"),
             "require_cached": True,
             "jobs": 3,
-            "isa": "avx2",
+            "target": "x86-64-v3",
             "tune": True,
             "progress": None,
         }
@@ -584,7 +584,7 @@ def test_build_passes_its_options_on(
     assert "compiled 2 of 3 units, 1 from cache" in text and "aten.nonzero.default x1" in text
     assert main(["build", "demo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"]["compile"]["compiled"] == 2
-    assert calls[1]["output"] == Path("plan") and calls[1]["isa"] is None
+    assert calls[1]["output"] == Path("plan") and calls[1]["target"] == "host"
 
 
 def test_verify_judges_the_passes(

@@ -18,6 +18,7 @@ from graphc.runtime.session import load
 from graphc.toolchain.isa import Isa
 from passes.weights.coded_linear import CodedLinear
 from tests.built import Built
+from tests.kernel_build import TARGET_OF
 from tests.kernel_harness import Constant, available_isas, run_rule
 
 ISAS = available_isas()
@@ -140,7 +141,9 @@ def plans(request: Any) -> Iterator[tuple[Built, Built]]:
     module, x = Gated().bfloat16().eval(), torch.randn(3, 384).bfloat16()
     rows = {0: torch.export.Dim("T", min=1, max=8)}
     options = [
-        Options(jobs=1, isa=request.param, pass_options=(f"coded_linear{{enabled={on}}}",))
+        Options(
+            jobs=1, target=TARGET_OF[request.param], pass_options=(f"coded_linear{{enabled={on}}}",)
+        )
         for on in ("yes", "no")
     ]
     made = [Built(module, (x,), dynamic=(rows,), options=one) for one in options]
@@ -169,8 +172,10 @@ def test_coded_where_it_is_faster(plans: tuple[Built, Built]) -> None:
     fast = "avx512_bf16" in level.features
     assert machine_options(level, 1) == ([] if fast else ["coded_linear{enabled=no}"])
     assert machine_options(level, 2) == ["coded_linear{enabled=no}"]
-    assert machine_options(level.lowered("portable"), 1) == ["coded_linear{enabled=no}"]
+    assert machine_options(Isa.of("portable"), 1) == ["coded_linear{enabled=no}"]
     for isa in ISAS:
-        report = build_captured(captured, plans[0].folder / isa, Options(jobs=1, isa=isa))
+        report = build_captured(
+            captured, plans[0].folder / isa, Options(jobs=1, target=TARGET_OF[isa])
+        )
         (record,) = [r for r in report.passes if r.name == "coded_linear"]
         assert len(record.matches) == (2 if fast and isa == "avx512" else 0)

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphc.api import Options
 from tests.built import Built
-from tests.kernel_build import available_isas
+from tests.kernel_build import TARGET_OF, available_isas
 
 F = nn.functional
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2}
@@ -54,7 +54,7 @@ def test_residual_block(isa: str, dtype: torch.dtype, size: tuple[int, int, int]
     module = Residual().eval().requires_grad_(False).to(dtype)
     x = torch.randn(batch, 12, height, width).to(dtype)
     exact = copy.deepcopy(module).double()(x.double())
-    built = Built(module, (x,), options=Options(isa=isa, jobs=1))
+    built = Built(module, (x,), options=Options(target=TARGET_OF[isa], jobs=1))
     try:
         assert finishes(built) == 4
         for got, expected in zip(built(x), exact, strict=True):
@@ -89,7 +89,7 @@ def test_relu_keeps_nan(isa: str) -> None:
     module = module.eval().requires_grad_(False)
     x = torch.randn(1, 32, 6, 6)
     x[0, 3, 2, 1] = float("nan")
-    built = Built(module, (x,), options=Options(isa=isa, jobs=1))
+    built = Built(module, (x,), options=Options(target=TARGET_OF[isa], jobs=1))
     try:
         assert finishes(built) == 1
         got = built(x)

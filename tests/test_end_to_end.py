@@ -20,7 +20,7 @@ from graphc.lowering.classify import native_operators
 from graphc.runtime.session import load
 from graphc.toolchain.isa import Isa
 from tests.built import Built, Call, agree, results
-from tests.kernel_build import available_isas
+from tests.kernel_build import TARGET_OF, available_isas
 
 F = nn.functional
 
@@ -149,7 +149,7 @@ def test_threads_do_not_change_a_bit(language: Any) -> None:
 @pytest.mark.parametrize("isa", [i for i in available_isas() if i != "avx512"])
 def test_instruction_sets_agree(language: Any, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = language
-    monkeypatch.setenv("GRAPHC_ISA", isa)
+    monkeypatch.setenv("GRAPHC_CPU", TARGET_OF[isa])
     assert Isa.detect().level == isa
     tokens = torch.randint(0, 320, (1, 12))
     other = Built(module, (tokens,), dynamic=({1: length()},))

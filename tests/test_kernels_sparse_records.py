@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import graphc.ops  # noqa: F401
+from graphc.cpu import features
 from graphc.lowering.context import Refuse
 from graphc.lowering.templates import sparse_attention  # noqa: F401
 from graphc.ops.records import record_format
-from graphc.toolchain.isa import host_features
 from tests.kernel_harness import available_isas, lower, run_rule
 from tests.test_kernels_sparse import BOUND, LATENT, choices, exact, starts
 
 torch.set_num_threads(1)
 ISAS = available_isas()
 #: levels at which bf16 are multiplied as they are
-PAIRS = ("avx512",) if "avx512_bf16" in host_features() else ()
+PAIRS = ("avx512",) if "avx512_bf16" in (features() or ()) else ()
 FORMATS = ("fp8_pow2:{0}+bf16:{1}", "fp8:{0}+bf16:{1}", "fp8_pow2:{2}", "mxfp8_floor:{0}+f16:{1}")
 
 

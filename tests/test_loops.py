@@ -18,7 +18,14 @@ from graphc.lowering.context import Unit, View
 from graphc.lowering.loop_codegen import generate
 from graphc.lowering.loops import Compute, Load, Loop, Position, Reduce, Store
 from tests.built import Built, Call, agree, results
-from tests.kernel_build import Memory, available_isas, before_a_forbidden_page, build, call
+from tests.kernel_build import (
+    TARGET_OF,
+    Memory,
+    available_isas,
+    before_a_forbidden_page,
+    build,
+    call,
+)
 
 aten = torch.ops.aten
 T = torch.tensor
@@ -347,7 +354,7 @@ def test_columns_side_by_side(isa: str) -> None:
         x = sample(torch.float32, rows, columns)
         y = sample(torch.bfloat16, 3, 5, columns, seed=1)
         w = sample(torch.float32, columns, seed=2)
-        built = Built(Call(function), (x, y, w), options=Options(jobs=1, isa=isa))
+        built = Built(Call(function), (x, y, w), options=Options(jobs=1, target=TARGET_OF[isa]))
         try:
             assert not built.fallbacks
             x[rows // 2, 3] = NAN
@@ -377,7 +384,7 @@ def test_transposed_copies_keep_every_bit(isa: str) -> None:
         bits.to(torch.int8), bits,
     ]  # fmt: skip
     raw = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    built = Built(Call(function), tuple(xs), options=Options(jobs=1, isa=isa))
+    built = Built(Call(function), tuple(xs), options=Options(jobs=1, target=TARGET_OF[isa]))
     try:
         for got, exact in zip(built(*xs), function(*xs), strict=True):
             width = raw[exact.element_size()]
@@ -402,7 +409,7 @@ def test_vectors_of_every_length(isa: str) -> None:
         x = sample(torch.float32, 3, length)
         y = sample(torch.bfloat16, 3, length, seed=1)
         m = sample(torch.bool, 3, length, seed=2)
-        built = Built(Call(function), (x, y, m), options=Options(jobs=1, isa=isa))
+        built = Built(Call(function), (x, y, m), options=Options(jobs=1, target=TARGET_OF[isa]))
         try:
             agree(built(x, y, m), function(x, y, m), 2e-5, 2e-5)
         finally:

@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 
 from cache.store import Store
-from graphc.errors import CacheMissError, CompileError, UsageError
+from graphc.cpu import EXTRA, V2, V3, V4, architecture
+from graphc.errors import CacheMissError, CompileError
 from graphc.lowering.context import Unit
 from graphc.toolchain import compiler as compiler_module
 from graphc.toolchain import isa as isa_module
 from graphc.toolchain.compile import UnitResult, compile_units
 from graphc.toolchain.compiler import Compiler, parse_version
 from graphc.toolchain.flags import compile_flags, link_flags
-from graphc.toolchain.isa import AVX2, AVX512, Isa, architecture
+from graphc.toolchain.isa import Isa
 from graphc.toolchain.link import link
 from graphc.toolchain.sources import included, kernel_fields
+from tests.kernel_build import TARGET_OF
 
 HOME = Path(__file__).resolve().parents[1]
 GCC = Compiler(("g++",), "gcc", "12.2.0", 12, "x86_64-linux-gnu")
@@ -55,8 +57,8 @@ def unit(name: str, factor: float = 2.0) -> Unit:
 
 
 def found_levels() -> list[str]:
-    best = Isa.detect({}).level
-    return list(isa_module.LEVELS[: isa_module.LEVELS.index(best) + 1])
+    best = Isa.detect().level
+    return list(isa_module.ISAS[: isa_module.ISAS.index(best) + 1])
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_cxx_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.target == "riscv64-linux-gnu"
     assert Compiler.discover() is found
     assert log.read_text() == "run\n"  # asked once per process
-    assert str(tmp_path) not in repr(kernel_fields(unit("k"), Isa.detect({}), found))
+    assert str(tmp_path) not in repr(kernel_fields(unit("k"), Isa.detect(), found))
 
 
 def test_a_bad_cxx_is_an_error_not_a_fallback(
@@ -138,52 +140,34 @@ def test_zig_names_its_target_without_the_kernel_version() -> None:
 
 
 def test_levels_follow_the_features() -> None:
-    v4 = frozenset(AVX512) | {"avx512_bf16", "sse2", "ermsb"}
-    best = isa_module._best("x86_64", v4)
+    v4 = frozenset(V4) | {"avx512_bf16", "sse2", "ermsb"}
+    best = isa_module.best("x86_64", v4)
     assert best.level == "avx512"
-    assert set(best.features) == set(AVX512) | {"avx512_bf16"}
-    assert isa_module._best("x86_64", v4 - {"avx512vl"}).level == "avx2"
-    assert isa_module._best("x86_64", frozenset(AVX2) - {"fma"}).level == "portable"
-    assert isa_module._best("aarch64", v4).level == "portable"
-
-
-def test_cpuinfo_is_read_and_its_absence_is_portable(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text("processor\t: 0\nflags\t\t: fpu avx avx2\n")
-    assert isa_module.host_features(file) == {"fpu", "avx", "avx2"}
-    assert isa_module.host_features(tmp_path / "absent") == frozenset()
-
-
-def test_isa_can_be_forced_down_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isa_module, "host_features", lambda: frozenset(AVX2))
-    monkeypatch.setattr(isa_module, "architecture", lambda: "x86_64")
-    assert Isa.detect({}).level == "avx2"
-    assert Isa.detect({"GRAPHC_ISA": "portable"}) == Isa("portable", "x86_64", ())
-    with pytest.raises(UsageError, match="lacks .*avx512f"):
-        Isa.detect({"GRAPHC_ISA": "avx512"})
-    with pytest.raises(UsageError, match="expected an instruction set out of"):
-        Isa.detect({"GRAPHC_ISA": "sse9"})
-    with pytest.raises(UsageError, match="GRAPHC_ISA forbids it"):
-        Isa.detect({"GRAPHC_ISA": "portable"}).lowered("avx2")
+    assert set(best.features) == set(V4) | {"avx512_bf16"}
+    assert isa_module.best("x86_64", v4 - {"avx512vl"}).level == "avx2"
+    assert isa_module.best("x86_64", frozenset(V3) - {"fma"}).level == "portable"
+    assert isa_module.best("x86_64", frozenset(V2)).features == tuple(sorted(V2))
+    assert isa_module.best("x86_64", frozenset(V2) - {"popcnt"}).features == ()
+    assert isa_module.best("aarch64", v4).level == "portable"
 
 
 @pytest.mark.parametrize("compiler", [GCC, *OTHERS], ids=lambda c: c.kind)
 def test_flags_are_explicit(compiler: Compiler) -> None:
-    features = tuple(sorted((*AVX512, *isa_module.AVX512_OPTIONAL)))
+    features = tuple(sorted((*V4, *EXTRA)))
     flags = compile_flags(Isa("avx512", "x86_64", features), compiler)
     text = " ".join(flags)
     assert "native" not in text and "-ffast-math" not in flags
     assert "-mprefer-vector-width=512" in flags and "-ffp-contract=fast" in flags
     assert "avx512bf16" in text and "fma" in text
     assert not any("/" in flag for flag in (*flags, *link_flags(compiler)))
-    avx2 = " ".join(compile_flags(Isa("avx2", "x86_64", tuple(sorted(AVX2))), compiler))
+    avx2 = " ".join(compile_flags(Isa("avx2", "x86_64", tuple(sorted(V3))), compiler))
     assert "avx512" not in avx2 and "avx2" in avx2
     assert "avx" not in " ".join(compile_flags(Isa("portable", "x86_64", ()), compiler))
 
 
 def test_features_an_old_compiler_lacks_are_left_out() -> None:
     old = Compiler(("g++",), "gcc", "9.4.0", 9, "x86_64-linux-gnu")
-    isa = Isa("avx512", "x86_64", (*AVX512, "avx512_bf16", "avx512_vnni"))
+    isa = Isa("avx512", "x86_64", (*V4, "avx512_bf16", "avx512_vnni"))
     assert "-mavx512bf16" not in compile_flags(isa, old)
     assert "-mavx512vnni" in compile_flags(isa, old)
 
@@ -209,13 +193,11 @@ def test_a_header_is_part_of_the_key_however_deep(tmp_path: Path) -> None:
 
 def test_a_computed_include_is_refused() -> None:
     with pytest.raises(CompileError, match="literal name"):
-        kernel_fields(Unit("k", "#include NAME\n"), Isa.detect({}), GCC)
+        kernel_fields(Unit("k", "#include NAME\n"), Isa.detect(), GCC)
 
 
 def test_forcing_another_isa_gives_another_key() -> None:
-    keys = {
-        kernel_fields(unit("k"), Isa.detect({}).lowered(level), GCC) for level in found_levels()
-    }
+    keys = {kernel_fields(unit("k"), Isa.of(TARGET_OF[level]), GCC) for level in found_levels()}
     assert len(keys) == len(found_levels())
 
 
@@ -224,7 +206,7 @@ def test_forcing_another_isa_gives_another_key() -> None:
 
 @pytest.mark.parametrize("level", found_levels())
 def test_compile_link_and_call(level: str, real: Store, tmp_path: Path) -> None:
-    compiler, isa = Compiler.discover(), Isa.detect({}).lowered(level)
+    compiler, isa = Compiler.discover(), Isa.of(TARGET_OF[level])
     seen: list[tuple[UnitResult, int, int]] = []
     units = [unit("first", 3.0), unit("second", 5.0), Unit("again", unit("first", 3.0).source)]
     report = compile_units(
@@ -257,7 +239,7 @@ def test_compile_link_and_call(level: str, real: Store, tmp_path: Path) -> None:
 def test_objects_and_libraries_are_the_same_bytes_in_every_cache(
     real: Store, tmp_path: Path
 ) -> None:
-    compiler, isa = Compiler.discover(), Isa.detect({})
+    compiler, isa = Compiler.discover(), Isa.detect()
     digests = []
     for number, store in enumerate((real, Store(tmp_path / "cache"))):
         report = compile_units([unit("same", 1.25)], isa, compiler, store)
@@ -269,7 +251,7 @@ def test_objects_and_libraries_are_the_same_bytes_in_every_cache(
 def test_a_rejected_unit_is_named_and_its_source_kept(real: Store) -> None:
     bad = Unit("my kernel", '#include "abi.h"\nint f() {\n  return undeclared;\n}\n')
     with pytest.raises(CompileError) as caught:
-        compile_units([unit("good", 9.0), bad], Isa.detect({}), Compiler.discover(), real)
+        compile_units([unit("good", 9.0), bad], Isa.detect(), Compiler.discover(), real)
     error = caught.value
     assert error.exit_code == 4
     assert "my kernel" in error.what and "undeclared" in error.what
@@ -283,7 +265,7 @@ def test_a_rejected_unit_is_named_and_its_source_kept(real: Store) -> None:
 def test_an_undefined_symbol_is_a_link_error_that_names_it(real: Store, tmp_path: Path) -> None:
     lost = Unit("lost", "extern void absent_symbol();\nvoid call() { absent_symbol(); }\n")
     compiler = Compiler.discover()
-    report = compile_units([lost], Isa.detect({}), compiler, real)
+    report = compile_units([lost], Isa.detect(), compiler, real)
     with pytest.raises(CompileError, match="absent_symbol"):
         link(report.objects, tmp_path / "x.so", compiler, real)
     assert list(tmp_path.iterdir()) == []
@@ -293,7 +275,7 @@ def test_the_precompiled_header_is_dropped_with_a_note_when_it_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real: Store
 ) -> None:
     store = Store(tmp_path / "cache")
-    compiler, isa = Compiler.discover(), Isa.detect({})
+    compiler, isa = Compiler.discover(), Isa.detect()
     if compiler.kind != "gcc":
         pytest.skip("the stub is g++'s")
     from graphc.toolchain import compile as compile_module
@@ -312,11 +294,11 @@ def test_the_precompiled_header_is_dropped_with_a_note_when_it_does_not_fit(
 
 
 def test_require_cached_names_what_differs(real: Store) -> None:
-    compiler, isa = Compiler.discover(), Isa.detect({})
+    compiler, isa = Compiler.discover(), Isa.detect()
     compile_units([unit("wanted", 11.0)], isa, compiler, real)
     with pytest.raises(CacheMissError) as caught:
         compile_units(
-            [unit("wanted", 11.0)], isa.lowered("portable"), compiler, real, require_cached=True
+            [unit("wanted", 11.0)], Isa.of("portable"), compiler, real, require_cached=True
         )
     assert caught.value.exit_code == 9
     if isa.level != "portable":

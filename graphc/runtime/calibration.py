@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from graphc.cpu import architecture, features
 from graphc.errors import DamagedError
 from graphc.files import replacing
-from graphc.runtime.machine import architecture, cpu_features, default_threads
+from graphc.runtime.machine import default_threads
 
 FORMAT = 1
 #: folder inside graphc's cache folder
@@ -265,11 +266,10 @@ def _pair(line: str) -> tuple[str, str]:
 
 def cpu_key() -> dict[str, str]:
     """What the figures belong to: model, instructions, number of CPUs."""
-    features = cpu_features() or frozenset()
     return {
         "cpu": cpu_name(),
         "architecture": architecture(),
-        "features": " ".join(sorted(f for f in features if f.startswith(_INSTRUCTIONS))),
+        "features": " ".join(sorted(f for f in features() or () if f.startswith(_INSTRUCTIONS))),
         "cpus": str(os.cpu_count() or 1),  # of the machine: pinning must not hide what is known
     }
 

@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphc.cpu import architecture
 from graphc.errors import CompileError
-from graphc.toolchain.isa import architecture
 
 INSTALL = 'install g++ or clang++, or run: pip install "graphc[toolchain]"'
 _OLDEST = {"gcc": 9, "clang": 10, "zig": 15}

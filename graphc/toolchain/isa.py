@@ -1,32 +1,24 @@
-"""Which vector instructions this machine has, in three levels.
+"""What code is made for: the targets of a build, and the vector instructions that each may use.
 
-Only real instruction-set features count (names as in /proc/cpuinfo), never tuning attributes, so
-a plan is refused exactly when it would meet an illegal instruction.
+Kernels know three levels of instructions. A target is a level with the exact features its code may
+use; only real features count (names as in /proc/cpuinfo), never tuning attributes, so a plan is
+refused exactly when it would meet an illegal instruction.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
+from graphc.cpu import EXTRA, LEVELS, V2, V3, V4, architecture, features
 from graphc.errors import UsageError
 from graphc.plan import Machine
 
-LEVELS = ("portable", "avx2", "avx512")
-
-#: x86-64-v3 (with v2), as cpuinfo spells it
-AVX2 = ("sse4_1", "sse4_2", "ssse3", "popcnt", "cx16", "lahf_lm", "avx", "avx2", "bmi1", "bmi2",
-        "f16c", "fma", "abm", "movbe")  # fmt: skip
-#: x86-64-v4
-AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-#: used by avx512 kernels when present
-AVX512_OPTIONAL = ("avx512_vnni", "avx512_bf16", "avx512vbmi", "avx512_vbmi2")
-
-_ARCHITECTURES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
+#: of kernels, the least demanding first
+ISAS = ("portable", "avx2", "avx512")
+HOST = "host"
+_ISA_OF = {"portable": "portable", "x86-64-v2": "portable", "x86-64-v3": "avx2",
+           "x86-64-v4": "avx512"}  # fmt: skip
+TARGETS = (HOST, *reversed(LEVELS))
 
 
 @dataclass(frozen=True)
@@ -38,71 +30,63 @@ class Isa:
     features: tuple[str, ...]  # sorted cpuinfo flag names
 
     @staticmethod
-    def detect(environ: Mapping[str, str] = os.environ) -> Isa:
-        """The best level of this machine, or the lower one that GRAPHC_ISA asks for.
+    def detect() -> Isa:
+        """The best of this machine.
 
         Raises:
-            UsageError: GRAPHC_ISA is unknown or above what this machine has.
+            UsageError: GRAPHC_CPU is malformed.
         """
-        best = _best(architecture(), host_features())
-        wanted = environ.get("GRAPHC_ISA", "")
-        return best.lowered(wanted) if wanted else best
+        return best(architecture(), features() or frozenset())
 
-    def lowered(self, level: str) -> Isa:
-        """This machine at `level`, which must not be higher than its own."""
-        if level not in LEVELS:
+    @staticmethod
+    def of(target: str) -> Isa:
+        """What a target's code may use. It need not run here.
+
+        Raises:
+            UsageError: no such target, or none of this machine's architecture.
+        """
+        if target == HOST:
+            return Isa.detect()
+        here = architecture()
+        if target not in TARGETS or (target.startswith("x86-64") and here != "x86_64"):
+            known = TARGETS if here == "x86_64" else (HOST, "portable")
             raise UsageError(
-                f"expected an instruction set out of {', '.join(LEVELS)}, found {level!r}",
-                where="GRAPHC_ISA or --isa",
+                f"expected a target out of {', '.join(known)}, found {target!r}",
+                where="--target",
             )
-        if LEVELS.index(level) > LEVELS.index(self.level):
-            needs = AVX512 if level == "avx512" else AVX2
-            missing = [f for f in needs if f not in host_features()]
-            reason = f"this CPU lacks {', '.join(missing)}" if missing else "GRAPHC_ISA forbids it"
-            raise UsageError(
-                f"expected an instruction set up to {self.level!r}, found {level!r}; {reason}",
-                where="GRAPHC_ISA or --isa",
-                hint="leave it out to use the best level of this machine",
-            )
-        features = frozenset(host_features())
-        return _at(level, self.architecture, features)
+        return Isa(_ISA_OF[target], here, tuple(sorted(LEVELS[target])))
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Orders what one CPU can run: the greatest is the best."""
+        return ISAS.index(self.level), len(self.features)
 
     def machine(self) -> Machine:
-        """What a plan built for this level needs of a machine."""
+        """What a plan built for it needs of a machine."""
         return Machine(architecture=self.architecture, features=list(self.features), isa=self.level)
 
 
-def architecture() -> str:
-    """The machine's architecture: "x86_64", "aarch64", ..."""
-    name = platform.machine().lower()
-    return _ARCHITECTURES.get(name, name)
+def targets(text: str) -> dict[str, Isa]:
+    """The targets of a list such as "x86-64-v3,host", the best first; of those that come to the
+    same on this machine, the first that is named.
+
+    Raises:
+        UsageError: an unknown target, or none.
+    """
+    made: dict[str, Isa] = {}
+    for name in (part.strip() for part in text.split(",")):
+        isa = Isa.of(name)
+        if isa not in made.values():
+            made[name] = isa
+    return dict(sorted(made.items(), key=lambda item: item[1].rank, reverse=True))
 
 
-@cache
-def host_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Feature flags of the CPU; empty where the system does not tell."""
-    try:
-        with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                if name.strip() in ("flags", "Features"):
-                    return frozenset(value.split())
-    except OSError:
-        pass
-    return frozenset()
-
-
-def _best(arch: str, features: frozenset[str]) -> Isa:
-    if arch == "x86_64" and features.issuperset(AVX512):
-        return _at("avx512", arch, features)
-    if arch == "x86_64" and features.issuperset(AVX2):
-        return _at("avx2", arch, features)
-    return _at("portable", arch, features)
-
-
-def _at(level: str, arch: str, features: frozenset[str]) -> Isa:
-    if level == "avx512":
-        used = (*AVX512, *(f for f in AVX512_OPTIONAL if f in features))
-    else:
-        used = AVX2 if level == "avx2" else ()
-    return Isa(level, arch, tuple(sorted(used)))
+def best(arch: str, found: frozenset[str]) -> Isa:
+    """The best level for a CPU of these features."""
+    if arch == "x86_64" and found.issuperset(V4):
+        return Isa("avx512", arch, tuple(sorted((*V4, *(f for f in EXTRA if f in found)))))
+    if arch == "x86_64" and found.issuperset(V3):
+        return Isa("avx2", arch, tuple(sorted(V3)))
+    if arch == "x86_64" and found.issuperset(V2):
+        return Isa("portable", arch, tuple(sorted(V2)))
+    return Isa("portable", arch, ())

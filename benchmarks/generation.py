@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -40,9 +41,8 @@ def locked(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from filelock import FileLock
-
-    with FileLock(path):
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -1,7 +1,7 @@
 """Cache entries in one file, to carry them to another machine.
 
 A bundle is a ZIP archive without compression: for each entry `<bucket>/<digest>/` with the payload,
-key.txt and entry.json, just as in the cache. Import verifies every name, digest and size before it
+manifest, just as in the cache. Import verifies every name, digest and size before it
 publishes the first entry. The digests prove that a bundle is whole, not who made it: kernels are
 code, so import only what you would run.
 """
@@ -18,12 +18,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from cache import entry
-from cache.entry import Damage, Meta
+from cache import entry, manifest
+from cache.entry import Damage
 from cache.key import Key
+from cache.manifest import Meta
 from cache.store import Store
+from cache.workspace import Area
 from graphc.errors import DamagedError, UsageError
 from graphc.files import replacing
 from graphc.store import KERNELS, LINKS, PAYLOADS
@@ -65,21 +65,21 @@ def export_bundle(store: Store, output: Path, only: Collection[str] | None = Non
         with (
             replacing(output, 0o644) as file,
             zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-            contextlib.closing(store.workspace()) as area,
         ):
             for bucket, digests in wanted.items():
                 for digest in digests:
                     place = entry.folder(store.root, bucket, digest)
-                    payload = area.path / digest
                     try:
-                        meta = entry.take(place, bucket, payload)
-                        _add(archive, f"{bucket}/{digest}", bucket, payload, place)
+                        meta, data = entry.load(place, bucket)
+                        text = manifest.encode(*entry.read_manifest(place))
                     except (Damage, FileNotFoundError):
                         if only is not None:
                             _complete(store, only, set(only) - {f"{bucket}/{digest}"})
                         skipped += 1
                         continue
-                    payload.unlink()
+                    for name, content in ((entry.MANIFEST, text), (PAYLOADS[bucket], data)):
+                        info = zipfile.ZipInfo(f"{bucket}/{digest}/{name}", _EPOCH)
+                        archive.writestr(info, content)
                     entries, total = entries + 1, total + meta.bytes
     except OSError as error:
         raise _unwritable(error, output) from None
@@ -100,16 +100,6 @@ def _complete(store: Store, only: Collection[str], found: Collection[str]) -> No
         )
 
 
-def _add(archive: zipfile.ZipFile, prefix: str, bucket: str, payload: Path, place: Path) -> None:
-    texts = {name: (place / name).read_bytes() for name in (entry.KEY, entry.META)}
-    for name, data in texts.items():
-        archive.writestr(zipfile.ZipInfo(f"{prefix}/{name}", _EPOCH), data)
-    info = zipfile.ZipInfo(f"{prefix}/{PAYLOADS[bucket]}", _EPOCH)
-    info.file_size = payload.stat().st_size
-    with payload.open("rb") as reader, archive.open(info, "w") as writer:
-        shutil.copyfileobj(reader, writer, 1 << 20)
-
-
 def import_bundle(store: Store, source: Path) -> Counts:
     """Publishes the entries of a bundle that the cache does not hold.
 
@@ -120,7 +110,10 @@ def import_bundle(store: Store, source: Path) -> Counts:
     if not store.writable:
         raise UsageError(f"the cache cannot be written: {store.obstacle}", where=str(store.root))
     try:
-        with zipfile.ZipFile(source) as archive, contextlib.closing(store.workspace()) as area:
+        with (
+            zipfile.ZipFile(source) as archive,
+            contextlib.closing(Area(store.root / "tmp")) as area,
+        ):
             verified = list(_verified(archive, area.path))
             counts = [
                 (meta.bytes, store.adopt(bucket, key, payload, meta.label, meta.seconds))
@@ -146,15 +139,14 @@ def _verified(archive: zipfile.ZipFile, area: Path) -> Iterator[tuple[str, Key, 
     """Every entry with its payload unpacked under a name of our own, never the archive's."""
     for (bucket, digest), members in sorted(_grouped(archive).items()):
         where = f"{bucket}/{digest[:12]}"
-        if set(members) != {entry.KEY, entry.META, PAYLOADS[bucket]}:
-            raise Damage(f"{where}: expected three files, found {sorted(members)}")
+        if set(members) != {entry.MANIFEST, PAYLOADS[bucket]}:
+            raise Damage(f"{where}: expected two files, found {sorted(members)}")
         try:
-            key = Key.parse(_read(archive, members[entry.KEY]).decode())
-            meta = msgspec.json.decode(_read(archive, members[entry.META]), type=Meta)
-        except (ValueError, msgspec.MsgspecError) as error:
-            raise Damage(f"{where}: {error}") from None
+            meta, key = manifest.decode(_read(archive, members[entry.MANIFEST]))
+        except ValueError as error:
+            raise Damage(f"{where}: {entry.MANIFEST}: {error}") from None
         if key.digest != digest:
-            raise Damage(f"{where}: {entry.KEY} belongs to {key.digest[:12]}")
+            raise Damage(f"{where}: {entry.MANIFEST} belongs to {key.digest[:12]}")
         info = members[PAYLOADS[bucket]]
         if info.file_size != meta.bytes:
             raise Damage(f"{where}: {info.file_size} bytes instead of {meta.bytes}")

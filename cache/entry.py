@@ -1,41 +1,38 @@
 """One entry on disk: a folder `<bucket>/<2 digits>/<digest>/` that appears and vanishes whole.
 
 object.o (or library.so, prelude.pch)   the payload
-key.txt                                  the key's fields, readable; its digest is the folder name
-entry.json                               SHA-256 and size of the payload, label, seconds to make
+manifest.txt                            key, size and SHA-256 of the payload (`cache.manifest`)
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from cache.folder import discard, sync_folder, write_synced
+from cache import manifest
+from cache.folder import discard, own_folder, sync_folder, write_synced
 from cache.key import Key
+from cache.manifest import Meta
+from cache.trust import Distrusted, open_folder, read_file
 from graphc.store import PAYLOADS
 
-KEY, META = "key.txt", "entry.json"
+MANIFEST = "manifest.txt"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Meta(msgspec.Struct, frozen=True):
-    """Contents of entry.json. `seconds` is what making the payload took."""
-
-    sha256: str
-    bytes: int
-    label: str = ""
-    seconds: float = 0.0
-
-
 class Damage(Exception):
-    """Why an entry cannot be used."""
+    """Why an entry cannot be used. `place` is what is wrong: the entry's folder, or one above; it
+    means nothing for an entry that is in no cache yet."""
+
+    def __init__(self, what: str, place: Path = Path()) -> None:
+        super().__init__(what)
+        self.place = place
 
 
 def is_digest(text: str) -> bool:
@@ -58,70 +55,157 @@ def digests(root: Path, bucket: str) -> Iterator[str]:
                 yield name
 
 
-def _names(path: Path) -> list[str]:
+def strays(root: Path, bucket: str) -> Iterator[tuple[Path, str]]:
+    """What stands in a bucket, or in its place, without being an entry or a trusted folder of
+    them; and why."""
+    if not root.is_dir():
+        return
+    yield from _stray(root / bucket, True)
+    for group in _names(root / bucket):
+        path = root / bucket / group
+        yield from _stray(path, re.fullmatch("[0-9a-f]{2}", group) is not None)
+        for name in _names(path):
+            if not is_digest(name) or name[:2] != group:
+                yield path / name, "is no entry"
+
+
+def _stray(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
     try:
-        return sorted(found.name for found in path.iterdir())
+        os.close(open_folder(path))
+    except Distrusted as reason:
+        yield path, str(reason)
+    except OSError:
+        return
+    else:
+        if not named:
+            yield path, "is no folder of entries"
+
+
+def _names(path: Path) -> list[str]:
+    if path.is_symlink():
+        return []
+    try:
+        return sorted(os.listdir(path))
     except OSError:
         return []
 
 
+def written_by_others(place: Path) -> bool:
+    """Whether others may have changed what is in the entry's folder."""
+    try:
+        return bool(place.lstat().st_mode & 0o022)
+    except OSError:
+        return False
+
+
 def read_meta(place: Path) -> Meta:
-    """The entry's entry.json.
+    """What the entry at `place` holds.
 
     Raises:
-        Damage: it is missing or not of that form.
+        Damage: its manifest is not what was stored.
         FileNotFoundError: there is no entry.
+        OSError: it cannot be read now.
     """
-    try:
-        return msgspec.json.decode(_bytes(place / META), type=Meta)
-    except FileNotFoundError:
-        if not place.is_dir():
-            raise
-        raise Damage(f"{META} is missing") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damage(f"{META}: {error}") from None
+    return read_manifest(place)[0]
 
 
 def read_key(place: Path) -> Key:
-    """The entry's key, proved to be the one its folder is named by."""
+    """The entry's key, proved to be the one its folder is named by.
+
+    Raises:
+        Damage: its manifest is not what was stored, or cannot be read.
+    """
     try:
-        key = Key.parse(_bytes(place / KEY).decode())
-    except (OSError, ValueError) as error:
-        raise Damage(f"{KEY}: {error}") from None
-    if key.digest != place.name:
-        raise Damage(f"{KEY} belongs to {key.digest[:12]}")
-    return key
+        return read_manifest(place)[1]
+    except OSError as error:
+        raise Damage(f"{MANIFEST}: {error}", place) from None
+
+
+def read_manifest(place: Path) -> tuple[Meta, Key]:
+    """Both. Raises as `read_meta`."""
+    with _entered(place) as handle:
+        return _manifest(handle, place)
+
+
+def load(place: Path, bucket: str) -> tuple[Meta, bytes]:
+    """The payload, verified: what is in memory, nobody can change any more.
+
+    Raises:
+        Damage: payload, key or meta are not what was stored, or others could have written them.
+        FileNotFoundError: there is no entry.
+        OSError: it cannot be read now.
+    """
+    name = PAYLOADS[bucket]
+    with _entered(place) as handle:
+        meta, _ = _manifest(handle, place)
+        data = _file(handle, name, place)
+    if len(data) != meta.bytes:
+        raise Damage(f"{name}: {len(data)} bytes instead of {meta.bytes}", place)
+    if hashlib.sha256(data).hexdigest() != meta.sha256:
+        raise Damage(f"{name}: SHA-256 differs", place)
+    return meta, data
 
 
 def take(place: Path, bucket: str, target: Path) -> Meta:
-    """Gives `target` the payload (a hard link where possible, else a copy), verified.
-
-    Raises:
-        FileNotFoundError: there is no entry.
-        Damage: payload, key or meta are not what was stored.
-    """
-    meta = read_meta(place)
-    read_key(place)
-    source = place / PAYLOADS[bucket]
-    if source.is_symlink():
-        raise Damage("the payload is a symbolic link")
-    try:
-        try:
-            os.link(source, target)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            shutil.copyfile(source, target)
-    except FileNotFoundError:
-        if not place.is_dir():
-            raise
-        raise Damage("the payload is missing") from None
-    found, size = file_digest(target)
-    if size != meta.bytes or found != meta.sha256:
-        target.unlink()
-        what = f"{size} bytes instead of {meta.bytes}" if size != meta.bytes else "SHA-256 differs"
-        raise Damage(f"{PAYLOADS[bucket]}: {what}")
+    """Writes the payload, verified, into the new file `target`. Raises as `load`."""
+    meta, data = load(place, bucket)
+    write_new(target, data)
     return meta
+
+
+def write_new(target: Path, data: bytes) -> None:
+    """Writes a private file that must not be there yet. Raises OSError."""
+    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb", buffering=0) as file:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+
+
+@contextlib.contextmanager
+def _entered(place: Path) -> Iterator[int]:
+    """The entry's folder, opened step by step from the root so that no link is followed."""
+    root = place.parents[2]
+    handles = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
+    try:
+        for path in (place.parents[1], place.parents[0], place):
+            try:
+                handles.append(open_folder(path.name, handles[-1]))
+            except Distrusted as reason:
+                raise Damage(f"{path.relative_to(root)} {reason}", path) from None
+        yield handles[-1]
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _file(handle: int, name: str, place: Path) -> bytes:
+    try:
+        return read_file(name, handle)
+    except FileNotFoundError:
+        if not _still_there(handle, place):
+            raise
+        raise Damage(f"{name} is missing", place) from None
+    except Distrusted as reason:
+        raise Damage(f"{name} {reason}", place) from None
+
+
+def _still_there(handle: int, place: Path) -> bool:
+    """Whether the folder that was opened is the entry: not one that was taken away meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(handle), place.lstat())
+    except OSError:
+        return False
+
+
+def _manifest(handle: int, place: Path) -> tuple[Meta, Key]:
+    try:
+        meta, key = manifest.decode(_file(handle, MANIFEST, place))
+    except ValueError as error:
+        raise Damage(f"{MANIFEST}: {error}", place) from None
+    if key.digest != place.name:
+        raise Damage(f"{MANIFEST} belongs to {key.digest[:12]}", place)
+    return meta, key
 
 
 def publish(root: Path, bucket: str, key: Key, payload: Path, label: str, seconds: float) -> Meta:
@@ -130,44 +214,63 @@ def publish(root: Path, bucket: str, key: Key, payload: Path, label: str, second
     Raises:
         OSError: the cache cannot take it; nothing of it is left there.
     """
+    place = folder(root, bucket, key.digest)
     staged = Path(tempfile.mkdtemp(dir=root / "tmp", prefix="publish-"))
     try:
         sha256, size = _copy_synced(payload, staged / PAYLOADS[bucket])
         meta = Meta(sha256, size, label, round(seconds, 3))
-        write_synced(staged / KEY, key.text().encode())
-        write_synced(staged / META, msgspec.json.encode(meta))
+        write_synced(staged / MANIFEST, manifest.encode(meta, key))
         sync_folder(staged)
-        place = folder(root, bucket, key.digest)
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if place.exists():
-            remove(root, bucket, key.digest)
-        try:
-            staged.rename(place)
-        except OSError:
-            if not place.is_dir():  # else another process without a lock was first: as good
-                raise
+        own_folder(root / bucket)
+        own_folder(place.parent)
+        _into_place(staged, place, root)
         sync_folder(place.parent)
     finally:
         discard(staged)
     return meta
 
 
+def _into_place(staged: Path, place: Path, root: Path) -> None:
+    if os.path.lexists(place):
+        remove_at(root, place)
+    try:
+        staged.rename(place)
+    except OSError as error:
+        # another process, which could have no lock, was first: as good
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+
+
 def remove(root: Path, bucket: str, digest: str) -> None:
-    """Takes an entry away whole: a reader sees all of it or nothing."""
-    place = folder(root, bucket, digest)
-    if not place.exists():
-        return
+    """Takes an entry away whole: a reader sees all of it or nothing. Raises OSError."""
+    remove_at(root, folder(root, bucket, digest))
+
+
+def remove_at(root: Path, place: Path) -> None:
+    """As `remove`, for any file, link or folder of the cache."""
     aside: Path | None = None
     try:
         aside = Path(tempfile.mkdtemp(dir=root / "tmp", prefix="remove-"))
-        place.rename(aside / digest)
+        move(place, aside / place.name)
     except FileNotFoundError:
         pass  # another process was first
-    except OSError:  # no space even for a folder: remove in place, meta first
-        (place / META).unlink(missing_ok=True)
+    except OSError:  # no space even for a folder: remove in place, manifest first
+        with contextlib.suppress(OSError):
+            (place / MANIFEST).unlink(missing_ok=True)
         discard(place)
     if aside is not None:
         discard(aside)
+
+
+def move(place: Path, target: Path) -> None:
+    """Renames a file, link or folder, also a folder that its mode keeps from being moved."""
+    try:
+        place.rename(target)
+    except PermissionError:
+        if place.is_symlink() or not place.is_dir():
+            raise
+        place.chmod(0o700)
+        place.rename(target)
 
 
 def file_digest(path: Path) -> tuple[str, int]:
@@ -179,18 +282,12 @@ def file_digest(path: Path) -> tuple[str, int]:
 
 def _copy_synced(source: Path, target: Path) -> tuple[str, int]:
     hasher, size = hashlib.sha256(), 0
-    with source.open("rb") as reader, target.open("xb") as writer:
+    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with source.open("rb") as reader, os.fdopen(handle, "wb") as writer:
         while block := reader.read(1 << 20):
             hasher.update(block)
             size += len(block)
             writer.write(block)
         writer.flush()
-        os.fsync(writer.fileno())
-    target.chmod(0o600)
+        os.fsync(handle)
     return hasher.hexdigest(), size
-
-
-def _bytes(path: Path) -> bytes:
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    with os.fdopen(handle, "rb") as file:
-        return file.read()

@@ -1,17 +1,22 @@
 """Which entry was used when: least-recently-used eviction under a size limit, kept by diskcache.
 
-The entries' files are the truth and the index can always be rebuilt from them; it only decides
+The entries' files are the truth and the index can always be made again from them; it only decides
 what to drop. Keys and values are plain strings, and the Disk below refuses pickles both ways:
 diskcache would otherwise run code out of a database that somebody has written to (CVE-2025-69872).
+
+The database has a rollback journal and never waits for the disk. So it is one file, no part of it
+is mapped (damage to a mapped file ends the process), it works on network disks, and a killed
+process leaves it sound; what a power cut does to it is found and made good.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sqlite3
+import stat
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,12 @@ import diskcache
 from diskcache.core import MODE_RAW
 
 from cache import entry
-from cache.folder import discard
+from cache.folder import own_folder
+from cache.trust import distrusted
 
-FOLDER = "index-v1"
+FOLDER = "index-v2"
+DATABASE = "cache.db"
+_TIMEOUT = 5  # seconds to wait for another process's transaction
 #: what SQLite says when the database is sound but cannot be used at this moment
 _PASSING = ("locked", "readonly", "read-only", "unable to open", "full")
 _PLACE = re.compile(r"([a-z]+-v\d+)/([0-9a-f]{64})")
@@ -70,37 +78,56 @@ class StringDisk(diskcache.Disk):  # type: ignore[misc]
 
 
 class IndexDamaged(Exception):
-    """The index database is not what it should be; `rebuild` makes it anew."""
+    """The index database is not what it should be, and must be made anew."""
 
 
 class IndexUnavailable(Exception):
     """The index cannot be used now (busy, read-only, no space); nothing is wrong with it."""
 
 
-class Index:
-    """The index of the cache at `root`, which must be writable.
+#: rows that nobody but `Index.put` may have written have all of these
+_SOUND = """raw IS 1 AND mode IS 1 AND expire_time IS NULL AND typeof(key) = 'text'
+    AND typeof(value) = 'text' AND typeof(filename) = 'text' AND length(key) = 64
+    AND substr(filename, instr(filename, '/') + 1) = key AND value = filename || ' ' || size"""
 
-    Every method may raise IndexDamaged and IndexUnavailable.
+
+class Index:
+    """The index of the cache at `root`, which must be writable. `fresh`: there was none.
+
+    Every method but `current` may raise IndexDamaged and IndexUnavailable.
     """
 
     def __init__(self, root: Path, limit: int) -> None:
         self._root, self._limit = root, limit
+        self.fresh = False
         self._cache = self._guard(self._open)
 
     def _open(self) -> Any:
         folder = self._root / FOLDER
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return diskcache.Cache(
+        own_folder(folder)
+        self.fresh = _prepare(folder)
+        cache = diskcache.Cache(
             str(folder),
-            timeout=60,
+            timeout=_TIMEOUT,
             disk=StringDisk,
             eviction_policy="least-recently-used",
             size_limit=self._limit,
             cull_limit=1,
-            statistics=1,
             tag_index=0,
             disk_min_file_size=1 << 15,
+            sqlite_journal_mode="truncate",
+            sqlite_synchronous=0,
+            sqlite_mmap_size=0,
         )
+        if cache._sql(f"SELECT 1 FROM Cache WHERE NOT ({_SOUND}) LIMIT 1").fetchall():
+            cache.close()
+            raise PickleRefused("a row that graphc did not write")
+        self.file = identity(self._root)
+        return cache
+
+    def current(self) -> bool:
+        """Whether the database is still the one that was opened: not removed, nor another."""
+        return identity(self._root) == self.file
 
     def _guard(self, action: Any, *arguments: Any) -> Any:
         try:
@@ -115,9 +142,15 @@ class Index:
                 AssertionError) as error:  # fmt: skip
             raise IndexDamaged(f"{type(error).__name__}: {error}") from error
 
-    def touch(self, digest: str) -> bool:
-        """Marks the entry as used now; False if the index does not know it."""
-        return self._guard(self._cache.get, digest) is not None
+    def used(self, bucket: str, digest: str, size: int) -> None:
+        """Marks the entry as used now."""
+        if self._guard(self._cache.get, digest) is None:
+            self.put(bucket, digest, size)
+
+    def missed(self, bucket: str, digest: str) -> None:
+        """There is no such entry: forgets it, should it be known."""
+        if self._guard(lambda: digest in self._cache):
+            self.forget(bucket, digest)
 
     def put(self, bucket: str, digest: str, size: int) -> None:
         """Notes an entry, newest of all, and evicts the oldest beyond the limit."""
@@ -127,16 +160,26 @@ class Index:
         spared = self._cache.disk.spared
         spared.place = place
         try:
-            self._cache.set(digest, f"{place} {size}", retry=True)
+            self._cache.set(digest, f"{place} {size}")
             # each set evicts the one oldest row while the volume is above the limit
             while len(self._cache) > 1 and self._cache.volume() > self._limit:
-                self._cache.set(digest, f"{place} {size}", retry=True)
+                self._cache.set(digest, f"{place} {size}")
         finally:
             spared.place = None
 
     def drop(self, digest: str) -> None:
         """Forgets an entry and removes its folder."""
-        self._guard(self._cache.delete, digest, True)
+        self._guard(self._cache.delete, digest)
+
+    def forget(self, bucket: str, digest: str) -> None:
+        """Forgets an entry whose folder is gone. Should another process just have made it again,
+        it stays."""
+        spared = self._cache.disk.spared
+        spared.place = f"{bucket}/{digest}"
+        try:
+            self.drop(digest)
+        finally:
+            spared.place = None
 
     def rows(self) -> dict[str, tuple[str, float]]:
         """Digest -> (bucket, time of last use in seconds since 1970) of every row."""
@@ -155,19 +198,33 @@ class Index:
 
         return dict(self._guard(read))
 
-    def lookups(self) -> tuple[int, int]:
-        """How many look-ups hit and missed since the cache was made."""
-        hits, misses = self._guard(self._cache.stats)
-        return int(hits), int(misses)
-
     def close(self) -> None:
         self._guard(self._cache.close)
 
 
-def rebuild(root: Path, limit: int, entries: Iterable[tuple[str, str, int]]) -> Index:
-    """A new index out of (bucket, digest, size), oldest first."""
-    discard(root / FOLDER)
-    index = Index(root, limit)
-    for bucket, digest, size in entries:
-        index.put(bucket, digest, size)
-    return index
+def _prepare(folder: Path) -> bool:
+    """Makes an empty private database if there is none; whether there was none, or it is empty.
+
+    Raises:
+        PickleRefused: a file of the database may have been written by others.
+    """
+    path = folder / DATABASE
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with os.scandir(folder) as found:
+        for item in found:
+            status = item.stat(follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise PickleRefused(f"{item.name} is a symbolic link or no file")
+            if reason := distrusted(status):
+                raise PickleRefused(f"{item.name} {reason}")
+    return path.stat().st_size == 0
+
+
+def identity(root: Path) -> tuple[int, int] | None:
+    """Which file the database of the cache at `root` is; None if there is none."""
+    try:
+        status = os.lstat(root / FOLDER / DATABASE)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

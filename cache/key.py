@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,9 +44,7 @@ class Key:
 
     def text(self) -> str:
         """Every field as `[name bytes]` on one line and the value below it."""
-        parts = [_HEADING + "\n"]
-        parts += [f"[{name} {len(value.encode())}]\n{value}\n" for name, value in self.fields]
-        return "".join(parts)
+        return written(_HEADING, self.fields)
 
     @staticmethod
     def parse(text: str) -> Key:
@@ -54,26 +53,38 @@ class Key:
         Raises:
             ValueError: the text is not of that form.
         """
-        data = text.encode()
-        at = len(_HEADING) + 1
-        if data[:at] != _HEADING.encode() + b"\n":
-            raise ValueError(f"expected the heading {_HEADING!r}")
-        fields: list[tuple[str, str]] = []
-        while at < len(data):
-            match = _FIELD.match(data, at)
-            if match is None:
-                raise ValueError(f"expected a field at byte {at}")
-            start, size = match.end(), int(match[2])
-            if data[start + size : start + size + 1] != b"\n":
-                raise ValueError(
-                    f"expected field {match[1].decode()} to end at byte {start + size}"
-                )
-            fields.append((match[1].decode(), data[start : start + size].decode()))
-            at = start + size + 1
-        return Key(tuple(fields))
+        return Key(parsed(_HEADING, text.encode()))
 
     def __getitem__(self, name: str) -> str:
         for field, value in self.fields:
             if field == name:
                 return value
         raise KeyError(name)
+
+
+def written(heading: str, fields: Iterable[tuple[str, str]]) -> str:
+    """A heading, then every field as `[name bytes]` on one line and the value below it."""
+    parts = [f"[{name} {len(value.encode())}]\n{value}\n" for name, value in fields]
+    return "".join([heading + "\n", *parts])
+
+
+def parsed(heading: str, data: bytes) -> tuple[tuple[str, str], ...]:
+    """The fields that `written` was given.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    at = len(heading) + 1
+    if data[:at] != heading.encode() + b"\n":
+        raise ValueError(f"expected the heading {heading!r}")
+    fields: list[tuple[str, str]] = []
+    while at < len(data):
+        match = _FIELD.match(data, at)
+        if match is None:
+            raise ValueError(f"expected a field at byte {at}")
+        start, size = match.end(), int(match[2])
+        if data[start + size : start + size + 1] != b"\n":
+            raise ValueError(f"expected field {match[1].decode()} to end at byte {start + size}")
+        fields.append((match[1].decode(), data[start : start + size].decode()))
+        at = start + size + 1
+    return tuple(fields)

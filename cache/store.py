@@ -1,48 +1,46 @@
 """The store: verified fetch, make once, publish whole, evict the least recently used.
 
-Nothing here can fail a build for the cache's sake: a damaged entry is dropped and made again, a
-damaged index is rebuilt from the files, and a folder that cannot be written serves its hits while
-new files go to a private temporary folder. Each of these is noted once (`drain_notes`).
+Nothing here can fail a build for the cache's sake: a damaged entry is moved aside and made again, a
+damaged index is made again from the entries, and what the folder cannot take is made in a private
+temporary folder and not kept. Each of these is noted once (`drain_notes`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import filelock
 import msgspec
 
-from cache import entry, folder, why
+from cache import entry, folder, locks, quarantine, why
+from cache.check import Finding, check_entries, check_index
 from cache.counters import Counters
-from cache.index import Index, IndexDamaged, IndexUnavailable, rebuild
+from cache.entry import Damage
+from cache.index import Index
 from cache.key import Key
 from cache.makers import makers
+from cache.manifest import Meta
+from cache.tracker import Tracker
+from cache.trust import Distrusted, read_file
 from cache.workspace import Area, no_space, private_area
 from graphc.errors import GraphcError
 from graphc.store import KERNELS, PAYLOADS, Fields, NoSpaceError, Stored, Workspace
 
-T = TypeVar("T")
-
 _LOCK_SECONDS = 900.0
-_SPACE_FOR_INDEX = 1 << 20
 _MISSES = "last-misses.json"
 _MISSES_KEPT = 64
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What `check` found wrong; `repaired` once it has been put right."""
+def _never() -> bool:
+    return False
 
-    what: str
-    repaired: bool = False
+
+def _nothing() -> None:
+    pass
 
 
 class Store:
@@ -53,37 +51,29 @@ class Store:
         limit: size in bytes above which old entries go; default $GRAPHC_CACHE_SIZE or 5 GB.
 
     Raises:
-        UsageError: the folder belongs to another user or everyone may write into it.
+        UsageError: the folder belongs to another user, or others may write into it.
     """
 
     def __init__(self, root: Path | None = None, limit: int | None = None) -> None:
         self.root = (root or folder.default_root()).absolute()
         self.limit = limit if limit is not None else folder.size_limit()
-        self.obstacle = folder.open_root(self.root)  # why it cannot be written, "" if it can
-        self.writable = not self.obstacle
         self._notes: list[str] = []
         self._noted: set[str] = set()
         self._mutex = threading.RLock()
         self._names = itertools.count()
-        self._index: Index | None = None
+        self._tracker = Tracker(self.root, self.limit, self._note)
+        self.obstacle = folder.open_root(self.root)  # why it cannot be written, "" if it can
+        self.writable = not self.obstacle
         self.counters = Counters(self.root, self.writable)
         if self.writable:
             folder.sweep(self.root)
-            self._open_index()
+            self._tracker.index()
 
     # -- KernelStore ---------------------------------------------------------------------------
 
     def workspace(self) -> Workspace:
         """See `KernelStore.workspace`."""
-        if self.writable:
-            try:
-                if not (self.root / "tmp").is_dir():  # somebody removed the whole cache
-                    folder.open_root(self.root)
-                    self._open_index()
-                return Area(self.root / "tmp")
-            except OSError as error:
-                self._note(f"cache folder not usable for temporary files: {error.strerror}")
-        return private_area()
+        return private_area(self.root / "tmp" if self.writable else None)
 
     def fetch(self, bucket: str, fields: Fields, workspace: Workspace) -> Stored | None:
         """See `KernelStore.fetch`."""
@@ -100,13 +90,14 @@ class Store:
         workspace: Workspace,
         *,
         label: str,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] = _never,
+        waiting: Callable[[], None] = _nothing,
     ) -> Stored:
         """See `KernelStore.fetch_or_make`."""
         key = Key(fields)
-        with self._lock(key.digest[:2], cancelled):
+        with self._lock(key.digest, cancelled, waiting):
             # also the re-read after waiting for a process that was making the same
-            found = self._fetch(bucket, key.digest, workspace, counted=bucket == KERNELS)
+            found = self._fetch(bucket, key.digest, workspace, locked=True)
             if found is not None:
                 self.counters.hit(bucket, found.seconds, waited=bucket == KERNELS)
                 return found
@@ -144,9 +135,9 @@ class Store:
     def last_misses(self) -> list[tuple[str, str, Fields]]:
         """What `record_misses` wrote last; empty if nothing did."""
         try:
-            data = (self.root / _MISSES).read_bytes()
+            data = read_file(self.root / _MISSES)
             return msgspec.json.decode(data, type=list[tuple[str, str, Fields]])
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, Distrusted, msgspec.MsgspecError):
             return []
 
     def drain_notes(self) -> list[str]:
@@ -158,50 +149,12 @@ class Store:
     # -- care ----------------------------------------------------------------------------------
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Verifies every entry's payload, key and meta, and the index against the files; with
-        `repair`, drops what is damaged and brings the index in line. Empty: all is well."""
-        findings: list[Finding] = []
+        """Verifies every entry's payload, key and meta, and the index against the entries; with
+        `repair`, moves what is damaged aside and brings the index in line. Empty: all is well."""
         fix = repair and self.writable
-        sizes: dict[str, tuple[str, int]] = {}
-        with contextlib.closing(self.workspace()) as area:
-            for bucket in PAYLOADS:
-                for digest in entry.digests(self.root, bucket):
-                    place = entry.folder(self.root, bucket, digest)
-                    try:
-                        target = self._target(bucket, area)
-                        sizes[digest] = (bucket, entry.take(place, bucket, target).bytes)
-                        target.unlink()
-                    except FileNotFoundError:
-                        continue  # evicted meanwhile
-                    except (entry.Damage, OSError) as error:
-                        if fix:
-                            self._drop(bucket, digest, "damaged")
-                        findings.append(Finding(f"{bucket}/{digest}: {error}", fix))
-        return findings + (self._check_index(sizes, fix) if self.writable else [])
-
-    def _check_index(self, sizes: dict[str, tuple[str, int]], fix: bool) -> list[Finding]:
-        index = self._index
-        if index is None:
-            return [Finding("the index cannot be used")]
-        try:
-            rows = index.rows()
-        except IndexUnavailable as error:
-            return [Finding(f"the index cannot be read now: {error}")]
-        except IndexDamaged as error:
-            if fix:
-                self._rebuild_index(str(error))
-            return [Finding(f"the index is damaged: {error}", fix)]
-        findings = []
-        for digest in sorted(sizes.keys() - rows.keys()):
-            if fix:
-                index.put(sizes[digest][0], digest, sizes[digest][1])
-            findings.append(Finding(f"the index does not know {digest}", fix))
-        for digest in sorted(rows.keys() - sizes.keys()):
-            if entry.folder(self.root, rows[digest][0], digest).is_dir():
-                continue  # damaged, reported above
-            if fix:
-                index.drop(digest)
-            findings.append(Finding(f"the index names {digest}, which is not there", fix))
+        findings, sizes = check_entries(self.root, self._repair if fix else None)
+        if self.writable:
+            findings += check_index(self.root, self._tracker, sizes, fix)
         return findings
 
     def clear(self) -> int:
@@ -211,8 +164,8 @@ class Store:
             for digest in list(entry.digests(self.root, bucket)):
                 self.remove(bucket, digest)
                 count += 1
-        with contextlib.suppress(OSError):
-            (self.root / _MISSES).unlink(missing_ok=True)
+        for path in (self.root / _MISSES, *quarantine.cells(self.root)):
+            folder.discard(path)
         return count
 
     def remove(self, bucket: str, digest: str) -> None:
@@ -227,9 +180,9 @@ class Store:
         """
         with (
             contextlib.closing(self.workspace()) as area,
-            self._lock(key.digest[:2], lambda: False),
+            self._lock(key.digest),
         ):
-            if self._fetch(bucket, key.digest, area) is not None:
+            if self._fetch(bucket, key.digest, area, locked=True) is not None:
                 return False
             if self._publish(bucket, key, payload, label, seconds) is None:
                 raise GraphcError(
@@ -241,68 +194,107 @@ class Store:
     def used(self) -> dict[str, float]:
         """Digest -> time of last use, of the entries the index knows."""
         nothing: dict[str, tuple[str, float]] = {}
-        rows = self._with_index(Index.rows, nothing)
+        rows = self._tracker.use(Index.rows, nothing)
         return {digest: used for digest, (_, used) in rows.items()}
-
-    def lookups(self) -> tuple[int, int]:
-        """How many look-ups hit and missed since the cache was made."""
-        return self._with_index(Index.lookups, (0, 0))
 
     def close(self) -> None:
         """Closes the index; the store must not be used afterwards."""
-        self._with_index(Index.close, None)
-        self._index = None
+        self._tracker.close()
 
     # -- inside --------------------------------------------------------------------------------
 
     def _fetch(
-        self, bucket: str, digest: str, workspace: Workspace, counted: bool = False
+        self,
+        bucket: str,
+        digest: str,
+        workspace: Workspace,
+        *,
+        locked: bool = False,
     ) -> Stored | None:
-        place = entry.folder(self.root, bucket, digest)
-        target = self._target(bucket, workspace)
+        """The entry's payload in `workspace`, or None; `locked`: the caller holds its lock."""
         try:
-            try:
-                meta = entry.take(place, bucket, target)
-            except entry.Damage:
-                # half of it may have been evicted between two reads: damage shows again
-                target.unlink(missing_ok=True)
-                meta = entry.take(place, bucket, target)
+            meta, data = self._load(bucket, digest)
+        except Damage as damage:
+            self._set_aside(bucket, digest, damage, locked)
+            return None
         except FileNotFoundError:
-            if not counted:
-                self._with_index(lambda index: index.touch(digest), False)  # counts the miss
-            return None
-        except (entry.Damage, OSError) as error:
-            target.unlink(missing_ok=True)
-            self._note(f"damaged cache entry {bucket}/{digest[:12]} is made again: {error}")
             if self.writable:
-                self._drop(bucket, digest, "damaged")
+                self._tracker.use(lambda index: index.missed(bucket, digest), None)
             return None
+        except OSError as error:  # busy, stale, a disk's error: what is stored may be sound
+            self._note(f"cannot read from {self.root} now, doing without: {error.strerror}")
+            return None
+        if self.writable:
+            self._tracker.use(lambda index: index.used(bucket, digest, meta.bytes), None)
+        target, area = self._written(data, self._target(bucket, workspace), workspace)
+        return Stored(target, meta.sha256, digest, "hit", area, meta.seconds)
 
-        def touch(index: Index) -> None:
-            if not index.touch(digest):
-                index.put(bucket, digest, meta.bytes)
+    def _load(self, bucket: str, digest: str) -> tuple[Meta, bytes]:
+        place = entry.folder(self.root, bucket, digest)
+        try:
+            return entry.load(place, bucket)
+        except Damage as damage:
+            # a folder of ours with a strange mode is put right: each entry in it is verified anyway
+            shared = damage.place != place
+            if (shared or not entry.written_by_others(place)) and folder.mend(damage.place):
+                self._note(f"folder of the cache {damage.place} given mode 0700 again")
+            # half of it may have been evicted between two reads: damage shows again
+            return entry.load(place, bucket)
 
-        self._with_index(touch, None)
-        return Stored(target, meta.sha256, digest, "hit", workspace, meta.seconds)
+    def _set_aside(self, bucket: str, digest: str, damage: Damage, locked: bool) -> None:
+        """Quarantines what is damaged, unless another process is making it again."""
+        self._note(
+            f"damaged cache entry {bucket}/{digest[:12]} is made again: {damage}",
+            once=f"damaged {digest}",
+        )
+        if not self.writable:
+            return
+        with contextlib.ExitStack() as stack:
+            if not locked:
+                with contextlib.suppress(OSError):
+                    lock = locks.acquire(self.root / "locks" / digest, seconds=0)
+                    if lock is None:
+                        return
+                    stack.callback(lock.release)
+                try:
+                    self._load(bucket, digest)
+                    return  # another process was first
+                except Damage as now:
+                    damage = now
+                except OSError:
+                    return
+            self.counters.lost(digest, "damaged")
+            quarantine.put_aside(self.root, damage.place, str(damage))
+
+    def _repair(self, bucket: str, digest: str) -> None:
+        try:
+            self._load(bucket, digest)
+        except Damage as damage:
+            self._set_aside(bucket, digest, damage, locked=False)
+            self._tracker.use(lambda index: index.forget(bucket, digest), None)
+        except OSError:
+            self._drop(bucket, digest, "damaged")
 
     def _target(self, bucket: str, workspace: Workspace) -> Path:
         return workspace.path / f"{next(self._names)}-{PAYLOADS[bucket]}"
 
+    def _written(self, data: bytes, path: Path, area: Workspace) -> tuple[Path, Workspace]:
+        return self._make(lambda target: entry.write_new(target, data), path, area)
+
     def _make(
         self, make: Callable[[Path], None], path: Path, workspace: Workspace
     ) -> tuple[Path, Workspace]:
+        """Where `make` could make its file: `path`, or on the cache's disk if that is full.
+
+        Raises:
+            NoSpaceError: there is no space on either.
+        """
         try:
             make(path)
             return path, workspace
-        except NoSpaceError:
-            pass
-        except OSError as error:
-            if error.errno not in folder.NO_SPACE:
-                raise
-        # the cache's disk is full: once more on the temporary folder's
+        except (NoSpaceError, OSError) as error:
+            area = self._second_area(error)
         path.unlink(missing_ok=True)
-        self._note(f"no space left in {self.root}: compiling in the temporary folder")
-        area = private_area()
         try:
             make(area.path / path.name)
         except OSError as error:
@@ -315,105 +307,89 @@ class Store:
             raise
         return area.path / path.name, area
 
+    def _second_area(self, problem: Exception) -> Workspace:
+        """A workspace in the cache, when the system's temporary folder is full or fails; raises
+        `problem` where that is impossible."""
+        full = not isinstance(problem, OSError) or problem.errno in folder.NO_SPACE
+        first, second = folder.system_folder(), self.root / "tmp"
+        if self.writable:
+            with contextlib.suppress(OSError):
+                area = Area(second)
+                reason = "no space left" if full else str(problem)
+                self._note(f"temporary files go to {second}, not to {first}: {reason}")
+                return area
+        raise no_space(first) if full else problem
+
     def _publish(
         self, bucket: str, key: Key, path: Path, label: str, seconds: float
-    ) -> entry.Meta | None:
+    ) -> Meta | None:
         if not self.writable:
             self._note(f"new kernels are not kept in {self.root}: {self.obstacle}")
             return None
-        try:
-            meta = entry.publish(self.root, bucket, key, path, label, seconds)
-        except OSError as error:
-            self._note(f"new kernels are not kept in {self.root}: {error.strerror}")
-            return None
-        self.counters.made(bucket, key)
-        self._with_index(lambda index: index.put(bucket, key.digest, meta.bytes), None)
+        meta = None
+        for last in (False, True):
+            try:
+                meta = entry.publish(self.root, bucket, key, path, label, seconds)
+                break
+            except FileNotFoundError as error:  # somebody removed the whole cache
+                if last or folder.open_root(self.root):
+                    self._not_kept(error)
+            except OSError as error:
+                self._not_kept(error)
+                break
+        if meta is not None:
+            self.counters.made(bucket, key)
+            size = meta.bytes
+            self._tracker.use(lambda index: index.put(bucket, key.digest, size), None)
         return meta
+
+    def _not_kept(self, error: OSError) -> None:
+        self._note(f"new kernels are not kept in {self.root}: {error.strerror}", once="not kept")
 
     def _drop(self, bucket: str, digest: str, cause: str) -> None:
         self.counters.lost(digest, cause)
-        self._with_index(lambda index: index.drop(digest), None)
+        self._tracker.use(lambda index: index.drop(digest), None)
         with contextlib.suppress(OSError):
             entry.remove(self.root, bucket, digest)
 
     @contextlib.contextmanager
-    def _lock(self, name: str, cancelled: Callable[[], bool]) -> Iterator[None]:
-        """One of 256 locks shared by all processes; none where the folder is read-only. A holder
-        of one never waits for a second, so they cannot dead-lock."""
-        if not self.writable:
-            yield
-            return
-        lock = filelock.FileLock(self.root / "locks" / f"{name}.lock", mode=0o600)
-        try:
-            lock.acquire(timeout=_LOCK_SECONDS, poll_interval=0.02, cancel_check=cancelled)
-        except filelock.Timeout:
-            if not cancelled():
-                self._note("another process holds a cache lock for very long; going on without it")
-        except (OSError, NotImplementedError):
-            pass  # a file system without locks: the same may be made twice, never mixed
+    def _lock(
+        self,
+        name: str,
+        cancelled: Callable[[], bool] = _never,
+        waiting: Callable[[], None] = _nothing,
+    ) -> Iterator[None]:
+        """The lock of a key; none where the folder is read-only. A holder of one never waits for
+        a second, so they cannot dead-lock."""
+        lock = self._acquired(name, cancelled, waiting) if self.writable else None
         try:
             yield
         finally:
-            if lock.is_locked:
+            if lock is not None:
                 lock.release()
 
-    def _note(self, text: str) -> None:
-        with self._mutex:
-            if text not in self._noted:
-                self._noted.add(text)
-                self._notes.append(text)
-
-    def _open_index(self) -> None:
-        try:
-            self._index = Index(self.root, self.limit)
-        except IndexUnavailable as error:
-            self._note(f"the cache's index cannot be used now, nothing is evicted: {error}")
-        except IndexDamaged as error:
-            self._rebuild_index(str(error))
-
-    def _with_index(self, action: Callable[[Index], T], otherwise: T) -> T:
-        index = self._index
-        if index is None:
-            return otherwise
-        try:
-            return action(index)
-        except IndexUnavailable as error:
-            self._note(f"the cache's index cannot be used now: {error}")
-        except IndexDamaged as error:
-            self._rebuild_index(str(error))
-            if self._index is not None:
-                with contextlib.suppress(IndexDamaged, IndexUnavailable):
-                    return action(self._index)
-        return otherwise
-
-    def _rebuild_index(self, reason: str) -> None:
-        """Makes the index anew from the files, unless another process just did."""
-        self._index = None
-        if shutil.disk_usage(self.root).free < _SPACE_FOR_INDEX:
-            # what looks like damage may be a full disk's doing, and a rebuild would fail
-            self._note(f"the cache's index cannot be used, its disk is full: {reason}")
-            return
-        with self._mutex, self._lock("index", lambda: False):
+    def _acquired(
+        self, name: str, cancelled: Callable[[], bool], waiting: Callable[[], None]
+    ) -> locks.Lock | None:
+        path = self.root / "locks" / name
+        for last in (False, True):
             try:
-                index = Index(self.root, self.limit)
-                index.rows()
-            except IndexUnavailable:
-                return
-            except IndexDamaged:
-                self._note(f"the cache's index was damaged and is rebuilt: {reason}")
-                try:
-                    index = rebuild(self.root, self.limit, self._entries_by_age())
-                except (IndexDamaged, IndexUnavailable) as error:
-                    self._note(f"the cache's index cannot be rebuilt: {error}")
-                    return
-            self._index = index
+                lock = locks.acquire(
+                    path, seconds=_LOCK_SECONDS, cancelled=cancelled, waiting=waiting
+                )
+                if lock is None and not cancelled():
+                    self._note("another process holds a cache lock for very long; "
+                               "going on without it")  # fmt: skip
+                return lock
+            except FileNotFoundError:  # somebody removed the whole cache
+                if last or folder.open_root(self.root):
+                    break
+            except OSError:
+                break  # a file system without locks: the same may be made twice, never mixed
+        return None
 
-    def _entries_by_age(self) -> list[tuple[str, str, int]]:
-        found: list[tuple[float, str, str, int]] = []
-        for bucket in PAYLOADS:
-            for digest in entry.digests(self.root, bucket):
-                place = entry.folder(self.root, bucket, digest)
-                with contextlib.suppress(OSError, entry.Damage):
-                    made = place.stat().st_mtime
-                    found.append((made, bucket, digest, entry.read_meta(place).bytes))
-        return [(bucket, digest, size) for _, bucket, digest, size in sorted(found)]
+    def _note(self, text: str, once: str = "") -> None:
+        with self._mutex:
+            if (once or text) not in self._noted:
+                self._noted.add(once or text)
+                self._notes.append(text)

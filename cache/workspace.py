@@ -16,7 +16,7 @@ class Area:
     """A private temporary folder, removed on `close` or when nobody refers to it any more."""
 
     def __init__(self, parent: Path | None) -> None:
-        self.path = Path(tempfile.mkdtemp(dir=parent, prefix="graphc-"))
+        self.path = Path(tempfile.mkdtemp(dir=parent, prefix=folder.WORK))
         self._end = weakref.finalize(self, _discard_own, self.path, os.getpid())
 
     def close(self) -> None:
@@ -28,11 +28,20 @@ def _discard_own(path: Path, owner: int) -> None:
         folder.discard(path)
 
 
-def private_area() -> Workspace:
-    """A folder in the system's temporary folder, for what the cache cannot take."""
+def private_area(second: Path | None = None) -> Workspace:
+    """A folder in the system's temporary folder; where that is impossible, in `second`.
+
+    Raises:
+        NoSpaceError, GraphcError: neither is possible.
+    """
     try:
         return Area(None)
     except OSError as error:
+        if second is not None:
+            try:
+                return Area(second)
+            except OSError:
+                pass  # the first error tells more
         if error.errno in folder.NO_SPACE:
             raise no_space(Path(tempfile.gettempdir())) from None
         raise GraphcError(

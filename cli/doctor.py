@@ -25,7 +25,7 @@ from graphc.toolchain.isa import Isa
 
 PACKAGES = ("graphc", "passes", "cache", "cli")
 #: what a build needs, and what only makes it convenient
-VERSIONS = ("torch", "numpy", "sympy", "onnx", "msgspec", "diskcache", "filelock", "safetensors")
+VERSIONS = ("torch", "numpy", "sympy", "onnx", "msgspec", "diskcache", "safetensors")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 

@@ -151,6 +151,9 @@ class _Build:
                 progress=lambda result, done, total: self.show(
                     f"compile {result.name}", done, total
                 ),
+                waiting=lambda name, done, total: self.show(
+                    f"waiting for another process: {name}", done, total
+                ),
             )  # fmt: skip
 
         objects: CompileReport = self._timed("compile", compiled)

@@ -1,7 +1,7 @@
 """What the toolchain needs of a cache: a place that keeps made files by the fields of their key.
 
-`cache.store.Store` fulfils it. Files come back as private copies (hard links where possible) in a
-workspace of the caller, already verified, so nobody can evict or change them while in use.
+`cache.store.Store` fulfils it. Files come back as private copies in a workspace of the caller,
+already verified, so nobody can evict, change or remove them while in use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Fields = tuple[tuple[str, str], ...]
 
 #: buckets of the cache and the file name of their payload. A change of what a bucket holds gets a
 #: new version in its name: that drops this bucket and no other.
-PAYLOADS = {"kernels-v1": "object.o", "links-v1": "library.so", "pch-v1": "prelude.pch"}
+PAYLOADS = {"kernels-v2": "object.o", "links-v2": "library.so", "pch-v2": "prelude.pch"}
 KERNELS, LINKS, PCH = PAYLOADS
 
 
@@ -54,12 +54,12 @@ class KernelStore(Protocol):
     """Keeps files by key. All methods may be called from several threads."""
 
     def workspace(self) -> Workspace:
-        """A new private folder, inside the cache when that is writable."""
+        """A new private folder, in the system's temporary folder when that is writable."""
         ...
 
     def fetch(self, bucket: str, fields: Fields, workspace: Workspace) -> Stored | None:
         """The entry's file in `workspace`, verified by its SHA-256, or None on a miss. A damaged
-        entry is dropped, noted and counts as a miss."""
+        entry is moved aside, noted and counts as a miss."""
         ...
 
     def fetch_or_make(
@@ -71,9 +71,11 @@ class KernelStore(Protocol):
         *,
         label: str,
         cancelled: Callable[[], bool] = lambda: False,
+        waiting: Callable[[], None] = lambda: None,
     ) -> Stored:
         """As `fetch`; on a miss calls `make(path)` to write the file, once among all processes
-        that want this key, and publishes it atomically. Errors of `make` pass through."""
+        that want this key, and publishes it atomically. Errors of `make` pass through. While
+        another process makes it, `waiting` is called now and then."""
         ...
 
     def makers(self) -> list[tuple[str, str]]:

@@ -80,7 +80,7 @@ def put(store: Store, fields: Fields, data: bytes = b"data", bucket: str = KERNE
 
 
 def payloads(store: Store) -> list[Path]:
-    return sorted(store.root.glob("kernels-v1/*/*/object.o"))
+    return sorted(store.root.glob("kernels-v2/*/*/object.o"))
 
 
 # -- keys -------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("file", ["object.o", "key.txt", "entry.json"])
+@pytest.mark.parametrize("file", ["object.o", "manifest.txt"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_reported_and_made_again(file: str, damage: str) -> None:
     store = Store()
@@ -350,8 +350,8 @@ def test_a_damaged_index_is_rebuilt_from_the_files(harm: Callable[[Path], object
     store = Store()
     build(store, "one", "two")
     store.close()
-    sql(store.root / "index-v1" / "cache.db", "PRAGMA wal_checkpoint(TRUNCATE)")
-    harm(store.root / "index-v1" / "cache.db")
+    sql(store.root / "index-v2" / "cache.db", "PRAGMA wal_checkpoint(TRUNCATE)")
+    harm(store.root / "index-v2" / "cache.db")
     again = Store()
     assert build(again, "one", "two").hits == 2
     again.check(repair=True)
@@ -362,7 +362,7 @@ def test_a_damaged_index_is_rebuilt_from_the_files(harm: Callable[[Path], object
 def test_the_index_destroyed_under_a_running_store() -> None:
     store = Store()
     build(store, "one")
-    for file in (store.root / "index-v1").iterdir():
+    for file in (store.root / "index-v2").iterdir():
         file.write_bytes(b"x" * file.stat().st_size)
     assert build(store, "one", "two").hits == 1
     assert build(Store(), "one", "two").hits == 2
@@ -400,7 +400,7 @@ def test_no_pickle_is_ever_loaded(tmp_path: Path, statement: str) -> None:
     build(store, "one")
     store.close()
     mark = tmp_path / "executed"
-    sql(store.root / "index-v1" / "cache.db", statement, pickle.dumps(Bomb(mark)))
+    sql(store.root / "index-v2" / "cache.db", statement, pickle.dumps(Bomb(mark)))
     again = Store()
     assert build(again, "one").hits == 1
     again.used()
@@ -416,7 +416,7 @@ def test_a_planted_path_removes_nothing_outside(tmp_path: Path) -> None:
     store.close()
     outside = tmp_path / "precious"
     outside.mkdir()
-    sql(store.root / "index-v1" / "cache.db", "UPDATE Cache SET filename = '../precious'")
+    sql(store.root / "index-v2" / "cache.db", "UPDATE Cache SET filename = '../precious'")
     again = Store()
     again.clear()
     again.check(repair=True)
@@ -560,14 +560,20 @@ def test_a_full_disk_while_publishing_keeps_the_build_going(
     assert store.check() == []
 
 
-def test_a_full_cache_disk_while_compiling_uses_the_temporary_folder(
-    fake: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_temporary_folder_while_compiling_uses_the_caches(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     store = Store()
-    monkeypatch.setenv("FAKE_FULL", str(store.root))
+    monkeypatch.setenv("FAKE_FULL", str(tmp_path / "tmp"))
     report = build(store, "one")
+    assert report.units[0].origin == "made"
     assert report.objects[0].path.read_text().startswith("// one")
     assert any("no space left" in note for note in report.notes)
+    assert store.root in report.objects[0].path.parents
+    del report
+    assert list((store.root / "tmp").iterdir()) == [] == list((tmp_path / "tmp").iterdir())
     assert store.check() == []
 
 
@@ -680,13 +686,13 @@ def rewrite(bundle: Path, change: Callable[[str, bytes], list[tuple[str, bytes]]
 TAMPERING: dict[str, Callable[[str, bytes], list[tuple[str, bytes]]]] = {
     "payload": lambda n, d: [(n, b"//" + d[2:][::-1] if n.endswith(".o") else d)],
     "longer payload": lambda n, d: [(n, d + b"x" if n.endswith(".o") else d)],
-    "key": lambda n, d: [(n, d.replace(b"portable", b"avx9") if n.endswith("key.txt") else d)],
+    "key": lambda n, d: [(n, d.replace(b"portable", b"avx9") if n.endswith("manifest.txt") else d)],
     "traversal": lambda n, d: [(n, d), ("../../evil", d)],
     "absolute": lambda n, d: [(n, d), ("/tmp/evil", d)],
-    "bucket": lambda n, d: [(n.replace("kernels-v1", "other-v1"), d)],
-    "missing part": lambda n, d: [] if n.endswith("entry.json") else [(n, d)],
+    "bucket": lambda n, d: [(n.replace("kernels-v2", "other-v1"), d)],
+    "missing part": lambda n, d: [] if n.endswith("manifest.txt") else [(n, d)],
     "extra part": lambda n, d: [(n, d), (n.rpartition("/")[0] + "/more.txt", d)],
-    "meta": lambda n, d: [(n, b"{}" if n.endswith(".json") else d)],
+    "meta": lambda n, d: [(n, b"{}" if n.endswith(".txt") else d)],
 }
 
 

@@ -50,7 +50,7 @@ def reasons() -> dict[str, int]:
 def test_the_command_shows_verifies_explains_and_clears(tmp_path: Path) -> None:
     build(Store(), "one", "two")
     assert stats()["buckets"][KERNELS]["entries"] == 2 and stats()["writable"]
-    assert "kernels-v1" in run("stats")
+    assert "kernels-v2" in run("stats")
     entries = json.loads(run("list", "--json"))
     assert {item["label"] for item in entries} == {"one", "two"}
     assert "two" in run("list")
@@ -287,7 +287,7 @@ def _aged(store: Store) -> None:
     """Entries a to d of 100,000 bytes, used 4, 3, 2 and 1 days ago."""
     for name in "abcd":
         put(store, (("n", name),), name.encode() * 100_000)
-    with sqlite3.connect(store.root / "index-v1" / "cache.db") as connection:
+    with sqlite3.connect(store.root / "index-v2" / "cache.db") as connection:
         for days, name in zip((4, 3, 2, 1), "abcd", strict=True):
             key = Key((("n", name),)).digest
             connection.execute(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -324,9 +325,17 @@ except KeyboardInterrupt:
 """
 
 
+def leftovers(tmp_path: Path) -> list[Path]:
+    return [*(tmp_path / "cache" / "tmp").iterdir(), *(tmp_path / "tmp").iterdir()]
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
-def test_an_interrupted_build_leaves_nothing_half_made(tmp_path: Path, sign: int) -> None:
-    pid = tmp_path / "pid"
+def test_an_interrupted_build_leaves_nothing_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int
+) -> None:
+    pid, scratch = tmp_path / "pid", tmp_path / "tmp"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     body = '[ "$1" = -v ] && { echo "gcc version 12.0.0\nTarget: x"; exit 0; }\n'
     body += f"[ -f unit.cpp ] || exit 1\necho $$ > {pid}.new; mv {pid}.new {pid}\nsleep 600\n"
     environment = {
@@ -334,6 +343,7 @@ def test_an_interrupted_build_leaves_nothing_half_made(tmp_path: Path, sign: int
         "CXX": script(tmp_path / "slow", body),
         "GRAPHC_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": str(HOME),
+        "TMPDIR": str(scratch),
     }
     process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], env=environment)
     deadline = time.monotonic() + 30
@@ -346,12 +356,12 @@ def test_an_interrupted_build_leaves_nothing_half_made(tmp_path: Path, sign: int
     if sign == signal.SIGINT:
         assert status == 130
         assert not Path(f"/proc/{child}").exists()
-        assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+        assert leftovers(tmp_path) == []
     else:
         os.killpg(child, signal.SIGKILL)
     store = Store(tmp_path / "cache")
     assert store.check() == []
-    assert list((tmp_path / "cache").glob("kernels-v1/*/*")) == []
+    assert list((tmp_path / "cache").glob("kernels-v2/*/*")) == []
 
     # the lock of a killed process is free, and what it left is swept a day later
     from cache.folder import sweep
@@ -360,8 +370,8 @@ def test_an_interrupted_build_leaves_nothing_half_made(tmp_path: Path, sign: int
         path.write_text("x")
 
     fields = (("kind", "test"),)
-    with_lock = store.fetch_or_make("kernels-v1", fields, make, store.workspace(), label="t")
+    with_lock = store.fetch_or_make("kernels-v2", fields, make, store.workspace(), label="t")
     assert with_lock.origin == "made"
     del with_lock
     assert sweep(store.root, older_than=0) >= (sign == signal.SIGKILL)
-    assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+    assert leftovers(tmp_path) == []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # sympy, which it needs, takes long to import
     from graphc.lowering.context import Unit
 
 _ERROR_LINES = 12
+_SHOWN_EVERY = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class CompileReport:
 
 
 Progress = Callable[[UnitResult, int, int], None]  # a result, how many are done, how many in all
+#: name of a unit that another process compiles, how many are done, how many in all
+Waiting = Callable[[str, int, int], None]
 
 
 def compile_units(
@@ -72,6 +75,7 @@ def compile_units(
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
+    waiting: Waiting | None = None,
     require_cached: bool = False,
 ) -> CompileReport:
     """Objects for `units`, out of the cache where it has them.
@@ -79,6 +83,8 @@ def compile_units(
     Args:
         jobs: compiler processes at a time; None for the CPUs this process may use.
         progress: called from the calling thread after each unit.
+        waiting: called from the calling thread, now and then, while nothing is left to do but to
+            wait for units that other processes compile.
         require_cached: compile nothing.
 
     Raises:
@@ -87,7 +93,7 @@ def compile_units(
         CacheMissError: `require_cached` and something is missing.
         NoSpaceError: no disk space, neither in the cache nor in the temporary folder.
     """
-    return _Build(isa, compiler, store, progress).run(units, jobs, require_cached)
+    return _Build(isa, compiler, store, progress, waiting).run(units, jobs, require_cached)
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,16 @@ class _Job:
 
 class _Build:
     def __init__(
-        self, isa: Isa, compiler: Compiler, store: KernelStore, progress: Progress | None
+        self,
+        isa: Isa,
+        compiler: Compiler,
+        store: KernelStore,
+        progress: Progress | None,
+        waiting: Waiting | None,
     ) -> None:
-        self.isa, self.compiler, self.store, self.progress = isa, compiler, store, progress
+        self.isa, self.compiler, self.store = isa, compiler, store
+        self.progress, self.waiting = progress, waiting
+        self.elsewhere: set[str] = set()  # units that other processes compile
         self.runner = Runner()
         self.workspace = store.workspace()
         self.flags = (*compile_flags(isa, compiler), *include_flags(INCLUDE_ROOTS))
@@ -188,7 +201,9 @@ class _Build:
             try:  # an interrupt may come while compilers start
                 waiting = {pool.submit(self._compile, job): job for job in order}
                 while waiting:
-                    ready, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                    ready, _ = wait(waiting, _SHOWN_EVERY, return_when=FIRST_COMPLETED)
+                    if not ready:
+                        self._show_waiting()
                     for future in ready:
                         job = waiting.pop(future)
                         stored, seconds = future.result()
@@ -198,16 +213,31 @@ class _Build:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
+    def _show_waiting(self) -> None:
+        names = sorted(self.elsewhere)
+        if names and self.waiting is not None:
+            self.waiting(names[0], self.done, self.total)
+
     def _compile(self, job: _Job) -> tuple[Stored, float]:
         started = time.perf_counter()
-        stored = self.store.fetch_or_make(
-            KERNELS,
-            job.fields,
-            lambda path: self._make(job.unit, path),
-            self.workspace,
-            label=job.unit.name,
-            cancelled=lambda: self.runner.cancelled,
-        )
+        name = job.unit.name
+
+        def make(path: Path) -> None:
+            self.elsewhere.discard(name)
+            self._make(job.unit, path)
+
+        try:
+            stored = self.store.fetch_or_make(
+                KERNELS,
+                job.fields,
+                make,
+                self.workspace,
+                label=name,
+                cancelled=lambda: self.runner.cancelled,
+                waiting=lambda: self.elsewhere.add(name),
+            )
+        finally:
+            self.elsewhere.discard(name)
         return stored, time.perf_counter() - started
 
     def _make(self, unit: Unit, path: Path) -> None:

@@ -116,15 +116,16 @@ class Counters:
         ledger = _Ledger(self._ledger.read())
         return len(ledger.made.keys() - ledger.cause.keys() - {key[:_DIGITS] for key in held})
 
-    def reasons(self, bucket: str, keys: Sequence[Key]) -> list[str]:
-        """Why each of `keys`, which miss, has no entry: one of `REASONS`."""
+    def reasons(self, bucket: str, keys: Sequence[Key], *, made: bool = False) -> list[str]:
+        """Why each of `keys` has no entry: one of `REASONS`; `made`: why it had none before it was
+        made, as far as other entries tell."""
         ledger = _Ledger(self._ledger.read())
         if not ledger.known[bucket]:
             lines = list(_lines_of_entries(self._root, bucket))
             if self._writable:
                 self._ledger.append(*lines)
             ledger.add(line.split() for line in lines)
-        return [ledger.reason(bucket, key) for key in keys]
+        return [ledger.reason(bucket, key, made) for key in keys]
 
     def _add(self, *lines: str) -> None:
         if self._writable:
@@ -153,11 +154,11 @@ class _Ledger:
                 case ["lost", digest, cause] if cause in CAUSES:
                     self.cause[digest] = cause
 
-    def reason(self, bucket: str, key: Key) -> str:
+    def reason(self, bucket: str, key: Key, made: bool) -> str:
         digest = key.digest[:_DIGITS]
-        if digest in self.made:
+        if digest in self.made and not made:
             return self.cause.get(digest, "evicted")
-        if not self.known[bucket]:
+        if self.known[bucket] == (digest in self.made):
             return "empty"
         parts = _parts(key)
         names = list(_PARTS)[1:]
@@ -165,6 +166,7 @@ class _Ledger:
             [name for name, ours, theirs in zip(names, parts[1:], words[4:], strict=True)
              if ours != theirs]
             for words in self._by_source.get((bucket, parts[0]), ())
+            if words[2] != digest
         ]  # fmt: skip
         if not differences:
             return "source"

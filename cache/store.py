@@ -11,12 +11,12 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from cache import entry, folder, locks, quarantine, why
+from cache import entry, folder, locks, quarantine
 from cache.check import Finding, check_entries, check_index
 from cache.counters import Counters
 from cache.entry import Damage
@@ -26,6 +26,7 @@ from cache.makers import makers
 from cache.manifest import Meta
 from cache.tracker import Tracker
 from cache.trust import Distrusted, read_file
+from cache.why import Catalogue, one_line
 from cache.workspace import Area, no_space, private_area
 from graphc.errors import GraphcError
 from graphc.store import KERNELS, PAYLOADS, Fields, NoSpaceError, Stored, Workspace
@@ -115,9 +116,10 @@ class Store:
         """See `KernelStore.makers`."""
         return makers(self.root)
 
-    def why(self, bucket: str, fields: Fields) -> str:
+    def why(self, bucket: str, keys: Sequence[Fields]) -> list[str]:
         """See `KernelStore.why`."""
-        return why.one_line(why.nearest(self.root, bucket, Key(fields)))
+        known = Catalogue(self.root, bucket)
+        return [one_line(known.nearest(Key(fields))) for fields in keys]
 
     def record_misses(self, misses: list[tuple[str, str, Fields]]) -> None:
         """See `KernelStore.record_misses`."""

@@ -42,28 +42,45 @@ class Nearest:
     diffs: tuple[FieldDiff, ...]
 
 
-def nearest(root: Path, bucket: str, key: Key, without: str = "") -> Nearest | None:
-    """Compares `key` with every entry of the bucket, except the one with digest `without`."""
-    best: tuple[str, Key] | None = None
-    least = float("inf")
-    for digest in entry.digests(root, bucket):
-        if digest == without:
-            continue
+class Catalogue:
+    """The keys of a bucket, read once, to find the nearest of any number of keys."""
+
+    def __init__(self, root: Path, bucket: str) -> None:
+        self._root, self._bucket = root, bucket
+        self._by_source: dict[str, list[tuple[str, Key]]] = {}
+        for digest in entry.digests(root, bucket):
+            try:
+                key = entry.read_key(entry.folder(root, bucket, digest))
+            except (OSError, entry.Damage):
+                continue
+            self._by_source.setdefault(_source(key), []).append((digest, key))
+        self._lines = {source: frozenset(source.splitlines()) for source in self._by_source}
+
+    def nearest(self, key: Key, without: str = "") -> Nearest | None:
+        """The nearest of all keys, except that with digest `without`."""
+        wanted = _source(key)
+        lines = frozenset(wanted.splitlines())
+        costs = sorted(
+            (0.0 if source == wanted else _cost(lines, self._lines[source]), source)
+            for source in self._by_source
+        )
+        best: tuple[str, Key] | None = None
+        least = float("inf")
+        for cost, source in costs:
+            if cost + (source != wanted) >= least:
+                break  # none of what follows is nearer
+            for digest, other in self._by_source[source]:
+                distance = cost + len(diff(key, other))
+                if digest != without and distance < least:
+                    best, least = (digest, other), distance
+        if best is None:
+            return None
+        digest, other = best
         try:
-            other = entry.read_key(entry.folder(root, bucket, digest))
-        except entry.Damage:
-            continue
-        distance = _distance(key, other)
-        if distance < least:
-            best, least = (digest, other), distance
-    if best is None:
-        return None
-    digest, other = best
-    try:
-        label = entry.read_meta(entry.folder(root, bucket, digest)).label
-    except (OSError, entry.Damage):
-        label = ""
-    return Nearest(digest, label, diff(key, other))
+            label = entry.read_meta(entry.folder(self._root, self._bucket, digest)).label
+        except (OSError, entry.Damage):
+            label = ""
+        return Nearest(digest, label, diff(key, other))
 
 
 def diff(wanted: Key, found: Key) -> tuple[FieldDiff, ...]:
@@ -87,15 +104,12 @@ def one_line(found: Nearest | None) -> str:
     return f"nearest {found.digest[:12]}{name}: " + "; ".join(d.line() for d in found.diffs)
 
 
-def _distance(key: Key, other: Key) -> float:
-    """Differing fields; another source counts as much as a change of compiler and instruction set
-    together, so the same kernel for another machine is nearer than another kernel for this one."""
-    names = {change.name for change in diff(key, other)}
-    if "source" not in names:
-        return len(names)
-    left, right = set(_source(key).splitlines()), set(_source(other).splitlines())
-    alike = len(left & right) / (len(left | right) or 1)
-    return len(names) + 5 + 5 * (1 - alike)
+def _cost(lines: frozenset[str], others: frozenset[str]) -> float:
+    """What another source adds to the number of differing fields: as much as a change of compiler
+    and instruction set together, so the same kernel for another machine is nearer than another
+    kernel for this one."""
+    alike = len(lines & others) / (len(lines | others) or 1)
+    return 5 + 5 * (1 - alike)
 
 
 def _source(key: Key) -> str:

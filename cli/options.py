@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cli.progress import progress
 from graphc.report import BisectRecord, BuildReport
 
+if TYPE_CHECKING:
+    from graphc.toolchain.lookups import Lookups
+
 Command = Callable[..., Any]
 
-_BUILD_OPTIONS = [
+#: of a build that is done, not only asked about (`graphc cache why`)
+_WORK_OPTIONS = [
+    click.option("--require-cached", is_flag=True, help="Exit 9 instead of compiling anything."),
+    click.option("--jobs", type=click.IntRange(1), help="Compiles at the same time [all cores]."),
+]
+
+_CODE_OPTIONS = [
     click.option(
         "--input",
         "inputs",
@@ -68,8 +78,6 @@ _BUILD_OPTIONS = [
         metavar="ROLE=FORM,...",
         help="What may be narrowed: index=mxfp8,cache=keep, ... [shapes.yaml]: docs/precision.md.",
     ),
-    click.option("--require-cached", is_flag=True, help="Exit 9 instead of compiling anything."),
-    click.option("--jobs", type=click.IntRange(1), help="Compiles at the same time [all cores]."),
     click.option(
         "--target",
         default="host",
@@ -90,14 +98,21 @@ _DECODER_OPTIONS = [
 
 def decoder_options(function: Command) -> Command:
     """Adds the options of a decoder's build to a command."""
-    for option in reversed(_DECODER_OPTIONS):
-        function = option(function)
-    return function
+    return _added(_DECODER_OPTIONS, function)
 
 
 def build_options(function: Command) -> Command:
     """Adds the options of a build to a command; they arrive in `BuildOptions.of(kwargs)`."""
-    for option in reversed(_BUILD_OPTIONS):
+    return code_options(_added(_WORK_OPTIONS, function))
+
+
+def code_options(function: Command) -> Command:
+    """Adds the options of a build that say what code it makes."""
+    return _added(_CODE_OPTIONS, function)
+
+
+def _added(options: Sequence[Callable[[Command], Command]], function: Command) -> Command:
+    for option in reversed(options):
         function = option(function)
     return function
 
@@ -129,6 +144,7 @@ class BuildOptions:
         verify: bool = False,
         dump_passes: Path | None = None,
         quiet: bool = False,
+        lookups_only: bool = False,
     ) -> BuildReport:
         """Builds `model` into the folder `output`, with progress on a terminal."""
         check_model(model)
@@ -148,6 +164,7 @@ class BuildOptions:
                 quant=self.quant,
                 precision=self.precision,
                 progress=show,
+                lookups_only=lookups_only,
             )
 
     def build_decoder(
@@ -161,6 +178,7 @@ class BuildOptions:
         verify: bool = False,
         dump_passes: Path | None = None,
         quiet: bool = False,
+        lookups_only: bool = False,
     ) -> BuildReport:
         """Builds a causal language model with its states into the folder `output`.
 
@@ -193,10 +211,38 @@ class BuildOptions:
                 target=self.target,
                 progress=show,
                 tune=self.tune,
+                lookups_only=lookups_only,
             )
             return decoders.build(
                 model, output, options, dtype=self.dtype, chunk=chunk, batch=batch, drafts=drafts
             )
+
+    def lookups(
+        self,
+        model: str,
+        *,
+        generate: bool = False,
+        chunk: int | None = None,
+        batch: int | None = None,
+        drafts: int | None = None,
+        quiet: bool = False,
+    ) -> Lookups:
+        """What `build` would look up in the cache, or with `generate` `build_decoder`. Nothing is
+        compiled or written."""
+        from graphc.toolchain.lookups import LookupsOnly
+
+        nowhere = Path(os.devnull)
+        try:
+            if generate:
+                self.build_decoder(
+                    model, nowhere, chunk=chunk, batch=batch, drafts=drafts, quiet=quiet,
+                    lookups_only=True,
+                )  # fmt: skip
+            else:
+                self.build(model, nowhere, quiet=quiet, lookups_only=True)
+        except LookupsOnly as end:
+            return end.lookups
+        raise AssertionError("the build went past its look-ups")
 
     def bisect(self, model: str, *, rtol: float, atol: float) -> BisectRecord | None:
         """The first pass and node out of tolerance, or None."""

@@ -43,7 +43,8 @@ class Options:
     that kernels leave open are measured on this machine, or taken from the cache if they were.
     quant: what is narrowed, words of `graphc.quantization`.
     precision: what may be narrowed, "index=mxfp8,cache=keep"; roles it leaves out are those of
-    shapes.yaml (`graphc.precision`).
+    shapes.yaml (`graphc.precision`). lookups_only: the build ends with `LookupsOnly`, which says
+    what it would look up in the cache, before anything is compiled or measured.
     """
 
     shapes: Path | None = None
@@ -61,6 +62,7 @@ class Options:
     tune: bool = False
     quant: Sequence[str] = ()
     precision: str = ""
+    lookups_only: bool = False
 
 
 def memory_planner(steps: Sequence[Step], sizes: Mapping[int, int]) -> PlannedMemory:
@@ -191,7 +193,10 @@ def build_captured(
         from graphc.tuner import Tuner
 
         place = store.root if store.writable else None
-        tuner = Tuner(level, store, place, options.jobs, options.progress, options.require_cached)
+        tuner = Tuner(
+            level, store, place, options.jobs, options.progress, options.require_cached,
+            measures=not options.lookups_only,
+        )  # fmt: skip
     try:
         return build_plan(
             Request(
@@ -206,6 +211,7 @@ def build_captured(
                 isa=level,
                 jobs=options.jobs,
                 require_cached=options.require_cached,
+                lookups_only=options.lookups_only,
                 progress=options.progress,
                 stages=list(options.stages),
                 text=lambda graph: print_graph(graph, contents=False),
@@ -280,6 +286,7 @@ def build(
     tune: bool = False,
     quant: Sequence[str] = (),
     precision: str = "",
+    lookups_only: bool = False,
 ) -> BuildReport:
     """Builds a model into the plan folder `output`; gives the report that `inspect` shows.
 
@@ -289,7 +296,7 @@ def build(
         inputs: types of inputs, "x=f32[1,T,384]"; a name in place of a size is a free length.
         dynamic: ranges "T=1:2048", and names of dimensions "x.1=T".
         dtype: floating-point weights (and example inputs) are converted to it.
-        precision, target: see `Options`.
+        precision, target, lookups_only: see `Options`.
 
     Raises:
         GraphcError: one of graphc.errors, with what, where and what to do.
@@ -307,6 +314,7 @@ def build(
     options = Options(
         shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
         dump_passes, require_cached, jobs, target, progress, stages, tune, tuple(quant), precision,
+        lookups_only,
     )  # fmt: skip
     return build_captured(
         captured, Path(output), options, model=name, source=kind, variants=variants

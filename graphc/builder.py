@@ -57,6 +57,7 @@ from graphc.toolchain.compile import CompileReport, compile_units
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.isa import Isa
 from graphc.toolchain.link import link
+from graphc.toolchain.lookups import LookupsOnly, lookups
 from graphc.toolchain.recorded import usable_compiler
 
 Progress = Callable[[str, int, int], None]
@@ -87,7 +88,8 @@ class Side:
 @dataclass
 class Request:
     """What to build. `captured` says how the plan is called; `sides` are its graphs, which answer
-    in one form; `transform` runs the passes on the graph of a phase; `planner` places buffers."""
+    in one form; `transform` runs the passes on the graph of a phase; `planner` places buffers;
+    `lookups_only`: the build ends with `LookupsOnly`."""
 
     captured: Captured
     sides: Sequence[Side]
@@ -100,6 +102,7 @@ class Request:
     isa: Isa
     jobs: int | None = None
     require_cached: bool = False
+    lookups_only: bool = False
     progress: Progress | None = None
     stages: list[StageRecord] = field(default_factory=list)
     text: Callable[[Graph], str] | None = None
@@ -138,11 +141,13 @@ class _Build:
             for side in request.sides:
                 sides.append(self._side(side, sides, records))
         self.symbols = _symbols([side.graph for side in sides], request.captured.graph)
+        units = collect_units(sides)
+        compiler = usable_compiler(units, request.isa, request.store)
+        if request.lookups_only:
+            raise LookupsOnly(lookups(units, request.isa, compiler))
         planned: list[tuple[Program, Expressions]] = self._timed(
             "memory", lambda: self._programs(sides)
         )
-        units = collect_units(sides)
-        compiler = usable_compiler(units, request.isa, request.store)
 
         def compiled() -> CompileReport:
             return compile_units(

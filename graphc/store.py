@@ -6,7 +6,7 @@ already verified, so nobody can evict, change or remove them while in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -82,8 +82,8 @@ class KernelStore(Protocol):
         """(identity, target) of each compiler that made a library in the cache, most first."""
         ...
 
-    def why(self, bucket: str, fields: Fields) -> str:
-        """One line: how the nearest stored key differs from this one."""
+    def why(self, bucket: str, keys: Sequence[Fields]) -> list[str]:
+        """A line for each key: how the nearest stored one differs from it."""
         ...
 
     def record_misses(self, misses: list[tuple[str, str, Fields]]) -> None:

@@ -102,6 +102,7 @@ class Tuner:
     jobs: int | None = None
     progress: Progress | None = None
     require_cached: bool = False
+    measures: bool = True  # else what was never measured is left at its default
 
     def tune(
         self, graph: Graph, lengths: Lengths
@@ -119,7 +120,7 @@ class Tuner:
             lower(graph, self.isa.level, probe)
             asked |= probe.asked
             open_ = [key for key in probe.asked if key not in winners and key not in seen]
-            if not open_:
+            if not open_ or not self.measures:
                 break
             name = probe.asked[open_[0]].name  # one choice at a time: the others keep still
             keys = [key for key in open_ if probe.asked[key].name == name]

@@ -25,7 +25,7 @@ from cache.bundle import export_bundle, import_bundle
 from cache.index import PickleRefused, StringDisk
 from cache.key import Key
 from cache.store import Store
-from cache.why import nearest, one_line
+from cache.why import Catalogue, one_line
 from graphc.errors import CacheMissError, CompileError, DamagedError, UsageError
 from graphc.lowering.context import Unit
 from graphc.store import KERNELS, LINKS, Fields, NoSpaceError, Stored
@@ -629,12 +629,14 @@ def test_why_names_the_field_and_prefers_the_same_source(tmp_path: Path) -> None
     put(store, tuple(base.items()))
     put(store, tuple((base | {"source": "y\nz", "isa": "avx2"}).items()))
     wanted = Key(tuple((base | {"isa": "avx2", "flags": "-a -b -c -e"}).items()))
-    found = nearest(store.root, KERNELS, wanted)
+    found = Catalogue(store.root, KERNELS).nearest(wanted)
     assert found is not None
     assert [d.line() for d in found.diffs] == ["isa: avx512 -> avx2", "flags: --d +-e"]
     changed = Key(tuple((base | {"header h": "2", "new": "n"}).items()))
-    assert one_line(nearest(store.root, KERNELS, changed)).endswith("header h: changed; new: new")
-    assert one_line(nearest(store.root, LINKS, changed)).startswith("the cache holds no")
+    assert one_line(Catalogue(store.root, KERNELS).nearest(changed)).endswith(
+        "header h: changed; new: new"
+    )
+    assert one_line(Catalogue(store.root, LINKS).nearest(changed)).startswith("the cache holds no")
     assert store.check() == []
 
 

@@ -22,6 +22,7 @@ from cache.key import Key
 from cache.listing import listed, parse_age, prune
 from cache.store import Store
 from cli.cache import cache as command
+from cli.options import BuildOptions
 from graphc.errors import CacheMissError, DamagedError, UsageError
 from graphc.store import KERNELS, LINKS
 from graphc.toolchain.isa import Isa
@@ -56,7 +57,8 @@ def test_the_command_shows_verifies_explains_and_clears(tmp_path: Path) -> None:
     assert "two" in run("list")
     assert "source: " in run("why", "--last")
     assert "nearest: " in run("why", entries[0]["key"][:10])
-    assert json.loads(run("why", entries[0]["key"], "--json"))[0]["nearest"]["diffs"]
+    found = json.loads(run("why", entries[0]["key"], "--json"))
+    assert found["entries"][0]["nearest"]["diffs"] and found["lookups"] is None
     assert "sound" in run("verify")
     flip(payloads(Store())[0])
     result = CliRunner().invoke(command, ["verify", "--json"])
@@ -121,7 +123,7 @@ def other_headers(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other_features(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     isa = Isa("avx2", "x86_64", ("avx2",))
-    monkeypatch.setattr(Isa, "lowered", lambda self, level: isa)
+    monkeypatch.setattr(Isa, "of", staticmethod(lambda name: isa))
 
 
 def damaged(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +193,82 @@ def test_counters_never_fail_a_build(fake: Path) -> None:
         (store.root / "counters-v1" / name).symlink_to(outside)
     assert build(Store(), "one").hits == 1
     assert outside.read_text() == "precious\n"
+
+
+# -- why --------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), (torch.ones(2, 8),)
+"""
+
+
+def test_why_a_model_would_miss(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    model = f"{tmp_path}/model.py:model"
+    store = Store()
+
+    def why(*options: str) -> tuple[int, int, list[dict[str, Any]]]:
+        found = json.loads(run("why", model, *options, "--json"))
+        return found["hits"], found["lookups"], found["entries"]
+
+    lookups = BuildOptions().lookups(model, quiet=True)
+    count = len(lookups.kernels)
+    hits, asked, entries = why()
+    assert (hits, asked) == (0, count) and len(entries) == count >= 2
+    assert {item["reason"] for item in entries} == {"empty"}
+    for _, fields in lookups.kernels:
+        put(store, fields, fields[-1][1].encode())
+    hits, asked, entries = why()
+    assert (hits, asked) == (count, count + 1)  # all kernels; with them the library's key is known
+    assert [(item["label"], item["bucket"]) for item in entries] == [("library", LINKS)]
+    hits, asked, entries = why("--target", "portable")
+    assert (hits, asked) == (0, count)
+    changed = {item["label"]: item for item in entries}["executor"]
+    assert changed["reason"] == "cpu" and changed["nearest"]["label"] == "kernel"
+    assert {diff["name"] for diff in changed["nearest"]["diffs"]} >= {"isa", "features", "flags"}
+    flip(payloads(store)[0])
+    hits, asked, entries = why()
+    assert (hits, asked) == (count - 1, count) and entries[0]["reason"] == "damaged"
+    assert f"{count - 1} of {count} look-ups hit" in run("why", model)
+    counts = Store().counters.counts()
+    assert (counts.hits, counts.misses, counts.lost) == ({}, {}, {})  # asking is no look-up
+    assert store.last_misses() == [] and fake.read_text() == "" and len(payloads(store)) == count
+
+
+def test_the_last_misses_keep_their_reasons_when_they_are_made(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(Store(), "one", "two")
+    another_compiler(fake, monkeypatch)
+    build(Store(), "one", "three")
+    found = json.loads(run("why", "--last", "--json"))["entries"]
+    assert [(item["label"], item["reason"], item["made"]) for item in found] == [
+        ("one", "compiler", True),
+        ("three", "source", True),
+    ]
+    assert "one " in run("why", "--last") and "another compiler, there now" in run("why", "--last")
+    with pytest.raises(CacheMissError):
+        build(Store(), "four", require_cached=True)
+    assert "four" in run("why", "--last") and "there now" not in run("why", "--last")
+
+
+def test_why_takes_options_of_a_build_only_with_a_model() -> None:
+    build(Store(), "one")
+    key = listed(Store())[0].key
+    for arguments in (
+        ["why", key, "--target", "portable"],
+        ["why", "--last", "--generate"],
+        ["why", "demo", "--chunk", "5"],
+        ["why", "no-such-model.onnx"],
+    ):
+        result = CliRunner().invoke(command, arguments)
+        assert isinstance(result.exception, UsageError), arguments
 
 
 # -- the journal ------------------------------------------------------------------------------

@@ -174,7 +174,9 @@ class _Build:
         self.store.record_misses([(KERNELS, job.unit.name, job.fields) for job in missing])
         if not require_cached and self.compiler.command:
             return
-        lines = [f"{job.unit.name}: {self.store.why(KERNELS, job.fields)}" for job in missing[:20]]
+        shown = missing[:20]
+        reasons = self.store.why(KERNELS, [job.fields for job in shown])
+        lines = [f"{job.unit.name}: {why}" for job, why in zip(shown, reasons, strict=True)]
         if len(missing) > 20:
             lines.append(f"and {len(missing) - 20} more")
         listed = "\n    ".join(lines)

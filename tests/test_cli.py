@@ -577,6 +577,7 @@ def test_build_passes_its_options_on(
             "jobs": 3,
             "target": "x86-64-v3",
             "tune": True,
+            "lookups_only": False,
             "progress": None,
         }
     ]

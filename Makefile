@@ -24,7 +24,7 @@ venv: $(STAMP) ## set up .venv with graphc and its tools (VENV=... for another p
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -e ".[dev,hf,bench]"
+	$(PIP_INSTALL) -e ".[dev,hf,bench,remote]"
 	touch $@
 
 demo: venv ## build, run and inspect the built-in model; a second time compiles nothing

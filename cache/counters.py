@@ -2,7 +2,8 @@
 
 Two text files in the cache folder, both only ever appended to by single writes (`cache.journal`):
 
-counts   `hit BUCKET COUNT SECONDS` (or `wait`), `miss BUCKET REASON COUNT`, `lost CAUSE COUNT`
+counts   `hit BUCKET COUNT SECONDS` (or `wait`, `remote`), `miss BUCKET REASON COUNT`,
+         `lost CAUSE COUNT`
 ledger   `made BUCKET KEY PARTS`: each key that ever had an entry, with one short digest for every
          part of it (source, compiler, ...); `lost KEY CAUSE`: what became of the entry. An
          entry that is gone without such a line was evicted.
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from cache import entry
 from cache.journal import Journal, Words
@@ -26,6 +28,8 @@ from cache.key import Key
 from graphc.store import PAYLOADS
 
 FOLDER = "counters-v1"
+#: how something was found
+Kind = Literal["hit", "wait", "remote"]
 #: bytes above which a file is folded
 _COUNTS_LIMIT, _LEDGER_LIMIT = 1 << 18, 1 << 22
 #: keys the ledger remembers when it is folded, the newest
@@ -62,16 +66,21 @@ REASONS = {
 @dataclass
 class Counts:
     """All that was counted. `hits` and `misses` are by bucket, misses then by reason; `waits` are
-    misses that another process filled meanwhile; `lost` are entries by cause; `saved` are the
-    seconds that making what was found had taken; `since` is seconds since 1970, 0 if nothing was
-    counted."""
+    misses that another process filled meanwhile, `remotes` look-ups that only the shared tier could
+    answer, which are neither; `lost` are entries by cause; `saved` are the seconds that making what
+    was found had taken; `since` is seconds since 1970, 0 if nothing was counted."""
 
     hits: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
+    remotes: Counter[str] = field(default_factory=Counter)
     misses: dict[str, Counter[str]] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
     saved: float = 0.0
     since: float = 0.0
+
+    def found(self, kind: Kind) -> Counter[str]:
+        """Look-ups that found something: "hit", "wait" or "remote", by bucket."""
+        return {"hit": self.hits, "wait": self.waits, "remote": self.remotes}[kind]
 
 
 class Counters:
@@ -84,10 +93,10 @@ class Counters:
         self._counts = Journal(place / "counts", scratch, _COUNTS_LIMIT, _folded_counts)
         self._ledger = Journal(place / "ledger", scratch, _LEDGER_LIMIT, _folded_ledger)
 
-    def hit(self, bucket: str, seconds: float, *, waited: bool = False) -> None:
-        """An entry was found, which had taken `seconds` to make; `waited`: only after a miss, while
-        another process made it."""
-        self._add(f"{'wait' if waited else 'hit'} {bucket} 1 {seconds:.3f}")
+    def hit(self, bucket: str, seconds: float, kind: Kind = "hit") -> None:
+        """An entry was found, which had taken `seconds` to make; "wait": only after a miss, while
+        another process made it; "remote": in the shared tier."""
+        self._add(f"{kind} {bucket} 1 {seconds:.3f}")
 
     def missed(self, bucket: str, keys: Sequence[Key]) -> None:
         """Keys were not found."""
@@ -205,8 +214,10 @@ def _count(lines: Iterable[Words]) -> Counts:
     for words in lines:
         try:
             match words:
-                case ["hit" | "wait" as kind, bucket, count, seconds] if bucket in PAYLOADS:
-                    (made.hits if kind == "hit" else made.waits)[bucket] += int(count)
+                case ["hit" | "wait" | "remote" as kind, bucket, count, seconds] if (
+                    bucket in PAYLOADS
+                ):
+                    made.found(kind)[bucket] += int(count)
                     made.saved += float(seconds)
                 case ["miss", bucket, reason, count] if bucket in PAYLOADS and reason in REASONS:
                     made.misses.setdefault(bucket, Counter())[reason] += int(count)
@@ -223,8 +234,8 @@ def _folded_counts(lines: Iterable[Words]) -> list[str]:
     counts = _count(lines)
     made = [f"since {counts.since:.0f}"]
     saved = counts.saved  # of all buckets; the first line takes it
-    for kind, found in (("hit", counts.hits), ("wait", counts.waits)):
-        for bucket, count in found.items():
+    for kind in get_args(Kind):
+        for bucket, count in counts.found(kind).items():
             made.append(f"{kind} {bucket} {count} {saved:.3f}")
             saved = 0.0
     for bucket, reasons in counts.misses.items():

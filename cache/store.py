@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cache import entry, folder, locks, quarantine
 from cache.check import Finding, check_entries, check_index
-from cache.counters import Counters
+from cache.counters import Counters, Kind
 from cache.entry import Damage
 from cache.index import Index
 from cache.key import Key
@@ -30,6 +32,9 @@ from cache.why import Catalogue, one_line
 from cache.workspace import Area, no_space, private_area
 from graphc.errors import GraphcError
 from graphc.store import KERNELS, PAYLOADS, Fields, NoSpaceError, Stored, Workspace
+
+if TYPE_CHECKING:
+    from cache.remote import Remote
 
 _LOCK_SECONDS = 900.0
 _MISSES = "last-misses.json"
@@ -66,9 +71,23 @@ class Store:
         self.obstacle = folder.open_root(self.root)  # why it cannot be written, "" if it can
         self.writable = not self.obstacle
         self.counters = Counters(self.root, self.writable)
+        self._remote: Remote | None = None
+        if os.environ.get("GRAPHC_REMOTE_CACHE"):
+            from cache.remote import Remote
+
+            self._remote = Remote()
         if self.writable:
             folder.sweep(self.root)
             self._tracker.index()
+
+    @property
+    def lanes(self) -> int:
+        """See `KernelStore`: look-ups that wait for the network are made side by side."""
+        if self._remote is None:
+            return 1
+        from cache.remote import LANES
+
+        return LANES
 
     # -- KernelStore ---------------------------------------------------------------------------
 
@@ -78,9 +97,11 @@ class Store:
 
     def fetch(self, bucket: str, fields: Fields, workspace: Workspace) -> Stored | None:
         """See `KernelStore.fetch`."""
-        found = self._fetch(bucket, Key(fields).digest, workspace)
+        key = Key(fields)
+        found = self._fetch(bucket, key.digest, workspace)
+        found = found or self._from_remote(bucket, key, workspace)
         if found is not None:
-            self.counters.hit(bucket, found.seconds)
+            self.counters.hit(bucket, found.seconds, "remote" if found.remote else "hit")
         return found
 
     def fetch_or_make(
@@ -99,8 +120,10 @@ class Store:
         with self._lock(key.digest, cancelled, waiting):
             # also the re-read after waiting for a process that was making the same
             found = self._fetch(bucket, key.digest, workspace, locked=True)
+            found = found or self._from_remote(bucket, key, workspace)
             if found is not None:
-                self.counters.hit(bucket, found.seconds, waited=bucket == KERNELS)
+                kind: Kind = "remote" if found.remote else "wait" if bucket == KERNELS else "hit"
+                self.counters.hit(bucket, found.seconds, kind)
                 return found
             if bucket != KERNELS:  # a build records the misses of its kernels all at once
                 self.counters.missed(bucket, [key])
@@ -108,13 +131,18 @@ class Store:
             path, area = self._make(make, self._target(bucket, workspace), workspace)
             seconds = time.perf_counter() - started
             meta = self._publish(bucket, key, path, label, seconds)
-            if meta is not None:
-                return Stored(path, meta.sha256, key.digest, "made", area)
+        if self._remote is not None:
+            self._remote.offer(bucket, key, path, label, seconds)
+        if meta is not None:
+            return Stored(path, meta.sha256, key.digest, "made", area)
         return Stored(path, entry.file_digest(path)[0], key.digest, "private", area)
 
     def makers(self) -> list[tuple[str, str]]:
         """See `KernelStore.makers`."""
-        return makers(self.root)
+        found = makers(self.root)
+        if self._remote is not None:
+            found += [maker for maker in self._remote.makers() if maker not in found]
+        return found
 
     def why(self, bucket: str, keys: Sequence[Fields]) -> list[str]:
         """See `KernelStore.why`."""
@@ -146,7 +174,7 @@ class Store:
         """See `KernelStore.drain_notes`."""
         with self._mutex:
             notes, self._notes = self._notes, []
-        return notes
+        return notes + (self._remote.drain_notes() if self._remote is not None else [])
 
     # -- care ----------------------------------------------------------------------------------
 
@@ -276,6 +304,15 @@ class Store:
             self._tracker.use(lambda index: index.forget(bucket, digest), None)
         except OSError:
             self._drop(bucket, digest, "damaged")
+
+    def _from_remote(self, bucket: str, key: Key, workspace: Workspace) -> Stored | None:
+        """An entry of the shared tier, which becomes one of this cache."""
+        found = self._remote.fetch(bucket, key.digest) if self._remote is not None else None
+        if found is None:
+            return None
+        path, area = self._written(found.payload, self._target(bucket, workspace), workspace)
+        self._publish(bucket, key, path, found.label, found.seconds)
+        return Stored(path, found.sha256, key.digest, "hit", area, found.seconds, remote=True)
 
     def _target(self, bucket: str, workspace: Workspace) -> Path:
         return workspace.path / f"{next(self._names)}-{PAYLOADS[bucket]}"

@@ -29,6 +29,7 @@ def as_stats(store: Store, held: Sequence[Listed]) -> dict[str, Any]:
             "hits": counts.hits[name],
             "misses": counts.misses.get(name, Counter()).total(),
             "waits": counts.waits[name],
+            "remote_hits": counts.remotes[name],
         }
         for name in PAYLOADS
     }
@@ -42,6 +43,7 @@ def as_stats(store: Store, held: Sequence[Listed]) -> dict[str, Any]:
         "hits": counts.hits.total(),
         "misses": reasons.total(),
         "waits": counts.waits.total(),
+        "remote_hits": counts.remotes.total(),
         "reasons": {reason: reasons[reason] for reason in REASONS},
         "evicted": store.counters.evicted(item.key for item in held),
         **{cause: counts.lost[cause] for cause in CAUSES},
@@ -57,13 +59,15 @@ def print_stats(data: dict[str, Any]) -> None:
         for name, b in data["buckets"].items()
     ]
     print_table(("bucket", "entries", "size", "hits", "misses"), rows, " rrrr")
-    looked = data["hits"] + data["misses"]
+    hits = data["hits"] + data["remote_hits"]
+    looked = hits + data["misses"]
     if not looked:
         click.echo("nothing was looked up so far")
         return
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(data["since"]))
-    share = f"{100 * data['hits'] / looked:.1f}%"
-    click.echo(f"{data['hits']} of {looked} look-ups hit ({share}) since {since}")
+    click.echo(f"{hits} of {looked} look-ups hit ({100 * hits / looked:.1f}%) since {since}")
+    if data["remote_hits"]:
+        click.echo(f"{data['remote_hits']} of the hits came from the shared tier")
     click.echo(f"{duration(data['saved_s'])} of compiling saved")
     if data["waits"]:
         click.echo(f"{data['waits']} of the misses were filled by another process meanwhile")

@@ -141,7 +141,7 @@ def _summary(folder: PlanFolder) -> None:
     for memory in report.memory:
         click.echo(f"arena      {memory.phase} {memory.bucket}: {memory_line(memory)}")
     done = report.compile
-    click.echo(f"kernels    {compiled(done.compiled, done.units, done.hits)}")
+    click.echo(f"kernels    {compiled(done)}")
     if report.tuning:
         click.echo(f"tuned      {tuning_line(report)}")
     stages = ", ".join(f"{stage.name} {duration(stage.seconds)}" for stage in report.stages)

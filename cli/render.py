@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphc.report import BuildReport, Interval, MemoryRecord, PassRecord, matches_by_rule
+from graphc.report import (
+    BuildReport,
+    CompileRecord,
+    Interval,
+    MemoryRecord,
+    PassRecord,
+    matches_by_rule,
+)
 
 # rich is imported where it draws: `graphc run` counts its milliseconds from process start
 if TYPE_CHECKING:
@@ -100,7 +107,7 @@ def print_build(report: BuildReport, output: Path) -> None:
     click.echo(f"  stages    {stages}")
     for bucket in report.buckets:
         click.echo(f"  bucket    {bucket_line(bucket.phase, bucket.name, bucket.limits)}")
-    click.echo(f"  kernels   {compiled(done.compiled, done.units, done.hits)} ({done.isa})")
+    click.echo(f"  kernels   {compiled(done)} ({done.isa})")
     for memory in report.memory:
         click.echo(f"  arena     {memory.bucket}: {memory_line(memory)}")
     click.echo(f"  weights   {report.weights} in {size(report.weights_bytes)}")
@@ -116,10 +123,11 @@ def bucket_line(phase: str, name: str, limits: dict[str, int]) -> str:
     return f"{phase} {name} ({text or 'fixed lengths'})"
 
 
-def compiled(count: int, units: int, hits: int) -> str:
-    if not count:
-        return f"nothing compiled: all {units} units from cache"
-    return f"compiled {count} of {units} units, {hits} from cache"
+def compiled(done: CompileRecord) -> str:
+    shared = f", {done.remote_hits} of them from the shared tier" if done.remote_hits else ""
+    if not done.compiled:
+        return f"nothing compiled: all {done.units} units from cache{shared}"
+    return f"compiled {done.compiled} of {done.units} units, {done.hits} from cache{shared}"
 
 
 def memory_line(memory: MemoryRecord) -> str:

@@ -195,7 +195,7 @@ def print_run(
     if result["bucket"] is not None:
         bucket = bucket_line(result["phase"], result["bucket"], result["limits"])
         click.echo(f"bucket        {bucket}" + (f" at {symbols}" if symbols else ""))
-    made = compiled(built.compiled, built.units, built.hits) if built else "from cache"
+    made = compiled(built) if built else "from cache"
     click.echo(f"kernels       {made}")
     click.echo(f"first output  {duration(result['first_output_s'])} after process start")
     if result["latency_s"] is not None:

@@ -77,6 +77,7 @@ def build_report(
         compile=CompileRecord(
             len(objects.units), objects.hits, objects.compiled, objects.seconds, compiler, level,
             [*(f"{KERNELS}/{o.key}" for o in objects.objects), f"{LINKS}/{library.key}"],
+            objects.remote_hits,
         ),
         weights_bytes=sum({w.offset: w.nbytes for w in plan.weights}.values()),
         weights=len({w.offset for w in plan.weights}),

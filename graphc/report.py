@@ -158,7 +158,8 @@ class SymbolRecord(msgspec.Struct, frozen=True):
 
 class CompileRecord(msgspec.Struct, frozen=True):
     """Translation units: all that the plan needs, those found in the cache, those compiled.
-    `keys` are the cache's entries that the plan is made of, "bucket/digest"."""
+    `keys` are the cache's entries that the plan is made of, "bucket/digest"; `remote_hits` those of
+    the hits that came from the shared tier."""
 
     units: int
     hits: int
@@ -167,6 +168,7 @@ class CompileRecord(msgspec.Struct, frozen=True):
     compiler: str = ""
     isa: str = ""
     keys: list[str] = []
+    remote_hits: int = 0
 
 
 class TuningRecord(msgspec.Struct, frozen=True):

@@ -40,6 +40,7 @@ class Stored:
 
     origin: "hit" (was in the cache), "made" (made now and published), "private" (made now, but
     the cache could not take it; it lives as long as `workspace`). seconds: what making it took.
+    remote: a hit that came from the shared tier.
     """
 
     path: Path
@@ -48,10 +49,15 @@ class Stored:
     origin: Literal["hit", "made", "private"]
     workspace: Workspace
     seconds: float = 0.0
+    remote: bool = False
 
 
 class KernelStore(Protocol):
-    """Keeps files by key. All methods may be called from several threads."""
+    """Keeps files by key. All methods may be called from several threads; `fetch` is worth
+    calling from so many at a time as `lanes` says."""
+
+    @property
+    def lanes(self) -> int: ...
 
     def workspace(self) -> Workspace:
         """A new private folder, in the system's temporary folder when that is writable."""

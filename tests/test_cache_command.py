@@ -343,7 +343,7 @@ def test_folding_keeps_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     counters.missed(KERNELS, keys[:1])
     for number, key in enumerate(keys):
         counters.hit(KERNELS, 0.5)
-        counters.hit(LINKS, 0.25, waited=True)
+        counters.hit(LINKS, 0.25, "wait")
         counters.made(KERNELS, key)
         if number % 2:
             counters.lost(key.digest, "damaged")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -40,6 +41,7 @@ class UnitResult:
     seconds: float
     key: str
     bytes: int
+    remote: bool = False  # a hit that came from the shared tier
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class CompileReport:
     @property
     def hits(self) -> int:
         return sum(unit.origin == "hit" for unit in self.units)
+
+    @property
+    def remote_hits(self) -> int:
+        """Those of the hits that came from the shared tier of the cache."""
+        return sum(unit.remote for unit in self.units)
 
     @property
     def compiled(self) -> int:
@@ -148,23 +155,31 @@ class _Build:
 
     @staticmethod
     def _named(unit: Unit, result: UnitResult) -> UnitResult:
-        return UnitResult(unit.name, result.origin, result.seconds, result.key, result.bytes)
+        return replace(result, name=unit.name)
 
     def _fetch(self, jobs: list[_Job], total: int) -> list[_Job]:
         """Takes what the cache has; the rest is returned."""
         self.total = total
         missing = []
-        for job in jobs:
-            stored = self.store.fetch(KERNELS, job.fields, self.workspace)
-            if stored is None:
-                missing.append(job)
-            else:
-                self._finish(job, stored, 0.0)
+
+        def fetched(job: _Job) -> Stored | None:
+            return self.store.fetch(KERNELS, job.fields, self.workspace)
+
+        with contextlib.ExitStack() as stack:
+            each: Iterable[Stored | None] = map(fetched, jobs)
+            if self.store.lanes > 1:
+                pool = stack.enter_context(ThreadPoolExecutor(self.store.lanes))
+                each = pool.map(fetched, jobs)
+            for job, stored in zip(jobs, each, strict=True):
+                if stored is None:
+                    missing.append(job)
+                else:
+                    self._finish(job, stored, 0.0)
         return missing
 
     def _finish(self, job: _Job, stored: Stored, seconds: float) -> None:
         size = stored.path.stat().st_size
-        result = UnitResult(job.unit.name, stored.origin, seconds, stored.key, size)
+        result = UnitResult(job.unit.name, stored.origin, seconds, stored.key, size, stored.remote)
         self.results[job.unit.source] = (stored, result)
         self.done += job.copies
         if self.progress is not None:

@@ -14,7 +14,7 @@ from cache.listing import Listed, listed, parse_age, prune
 from cache.store import Store
 from cli.cache_stats import as_stats, print_stats
 from cli.cache_why import why
-from cli.plans import PlanFolder
+from cli.plans import PlanFolder, unbundled
 from cli.render import duration, print_json, print_table, size
 from graphc.errors import DamagedError, UsageError
 
@@ -132,15 +132,15 @@ cache.add_command(why)
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
     "--plan",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
+    type=click.Path(path_type=Path),
+    metavar="PLAN",
     help="Only what this plan is made of.",
 )
 @as_json_option
 def export(file: Path, plan: Path | None, as_json: bool) -> None:
     """Write all kernels into one FILE, to import on another machine."""
     store = Store()
-    only = None if plan is None else PlanFolder.open(plan).entries()
+    only = None if plan is None else PlanFolder.open(unbundled(plan)).entries()
     _counts("exported", export_bundle(store, file, only), as_json, "damaged")
     _say(store)
 

@@ -9,7 +9,7 @@ import click
 
 from cli.measure import peak_memory, since_process_start
 from cli.options import BuildOptions, build_options, decoder_options
-from cli.plans import is_plan, plan_place
+from cli.plans import is_plan, plan_place, unbundled
 from cli.render import duration, print_json
 from graphc.errors import UsageError
 
@@ -55,7 +55,7 @@ def generate(
     if (prompt is None) == (ids is None):
         raise UsageError("expected either --prompt or --ids")
     sampler = Sampler(temperature, top_k, top_p, seed)
-    folder = Path(plan_or_model)
+    folder = unbundled(Path(plan_or_model))
     if not is_plan(folder):
         build = BuildOptions(**options)
         folder = plan_place(plan_or_model, ("generate", build, chunk, batch))

@@ -9,7 +9,7 @@ import msgspec
 
 from cli.fusion import fusion, print_fusion
 from cli.inputs import make_lengths
-from cli.plans import PlanFolder
+from cli.plans import PlanFolder, unbundled
 from cli.precision import print_precision, print_states
 from cli.render import (
     bucket_line,
@@ -73,7 +73,7 @@ def inspect(
     precision  formats and bytes by class of tensors, and the policy in force
     roofline   the least time of each step at the machine's peaks (graphc doctor --calibrate)
     """
-    folder = PlanFolder.open(plan)
+    folder = PlanFolder.open(unbundled(plan))
     if roofline_view or view == "roofline":
         data = roofline(folder, make_lengths(folder.plan, lengths, shapes), threads)
         print_json(data) if as_json else print_roofline(data)

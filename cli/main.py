@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": ("cli.generate", "Continue a prompt with a language model."),
     "inspect": ("cli.inspect", "Show what a plan holds and how it came about."),
     "verify": ("cli.verify", "Check every pass numerically; find the one that breaks."),
+    "bundle": ("cli.bundle", "Put a plan into one file, or take it out."),
     "bench": ("cli.bench", "Time a model against torch, ONNX Runtime and OpenVINO."),
     "cache": ("cli.cache", "Show, explain, trim and check the kernel cache."),
     "doctor": ("cli.doctor", "Check this machine and this installation."),

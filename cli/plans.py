@@ -80,6 +80,17 @@ class PlanFolder:
         return path.name, path.read_text(encoding="utf-8")
 
 
+def unbundled(path: Path) -> Path:
+    """The plan's folder: of a bundle, where it is unpacked; else the path itself."""
+    from graphc.plan_bundle import is_bundle
+
+    if not path.is_file() or not is_bundle(path):
+        return path
+    from graphc.api import unpacked
+
+    return unpacked(path)
+
+
 def is_plan(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 

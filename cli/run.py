@@ -13,7 +13,7 @@ from cli.compare import Comparison, as_array, check, compare, read_expected, sav
 from cli.inputs import HELP, flatten, make_inputs
 from cli.measure import median, peak_memory, since_process_start
 from cli.options import BuildOptions, build_options
-from cli.plans import is_plan, plan_place
+from cli.plans import is_plan, plan_place, unbundled
 from cli.render import bucket_line, compiled, duration, print_json, size
 from graphc.errors import UsageError
 from graphc.plan import Plan
@@ -68,7 +68,7 @@ def run(
       name=3                a scalar
     """
     built = None
-    folder = Path(plan_or_model)
+    folder = unbundled(Path(plan_or_model))
     build = BuildOptions(**options)
     if not is_plan(folder):
         if folder.is_dir() and not any(folder.glob("*.json")):

@@ -383,6 +383,41 @@ def kept_plans() -> Path:
     return default_root() / "plans-v1"
 
 
+#: folders of bundles unpacked for this process alone; removed at its end
+_unpacked: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def unpacked(bundle: Path) -> Path:
+    """The plan folder of a bundle (`graphc bundle`), unpacked into the cache folder unless it is
+    there: its name is the digest of the content. Where the cache folder cannot be written, into a
+    folder that goes with this process.
+
+    Raises:
+        UsageError: there is no such file, it is no bundle, or the cache folder cannot be trusted.
+        DamagedError: the bundle is damaged.
+    """
+    from cache.folder import default_root, discard, open_root
+    from graphc.errors import UsageError
+    from graphc.plan_bundle import extract, is_unpacked, read_bundle
+
+    listed, root = read_bundle(bundle), default_root().absolute()
+    obstacle = open_root(root)
+    folder = kept_plans() / f"bundle-{listed.digest[:32]}"
+    if is_unpacked(listed, folder):
+        return folder
+    if not obstacle:
+        discard(folder)  # what is left of it
+    else:
+        _unpacked.append(tempfile.TemporaryDirectory(prefix="graphc-"))
+        folder = Path(_unpacked[-1].name) / "plan"
+    try:
+        extract(bundle, folder)
+    except (OSError, UsageError):
+        if not is_unpacked(listed, folder):  # else another process was first
+            raise
+    return folder
+
+
 def compile(
     module: torch.nn.Module,
     *,

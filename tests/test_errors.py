@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,18 @@ def test_damaged_plan(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     manifest.write_bytes(manifest.read_bytes()[:-9])
     assert "plan.json" in fails(capsys, 7, "inspect", plan)
     assert "plan" in fails(capsys, 2, "inspect", tmp_path / "nothing")
+
+
+def test_damaged_bundle(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plan = tmp_path / "model.graphc", tmp_path / "plan"
+    assert main(["bundle", str(built), "-o", str(file)]) == 0
+    with zipfile.ZipFile(file) as archive:
+        place = archive.getinfo("weights.bin").header_offset
+    data = bytearray(file.read_bytes())
+    data[place + 100] ^= 1
+    file.write_bytes(data)
+    text = fails(capsys, 7, "bundle", "--extract", file, "-o", plan)
+    assert "weights.bin" in text and str(file) in text and not plan.exists()
 
 
 def test_plan_of_another_machine(

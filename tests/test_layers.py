@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "graphc.garbage": set(),
     "graphc.plan": GROUND,
     "graphc.plan_io": GROUND | {"graphc.plan"},
+    "graphc.plan_bundle": GROUND | {"graphc.plan_io"},
     "graphc.quantization": GROUND | {"graphc.report"},
     "graphc.report": GROUND,
     "graphc.precision": GROUND | {"graphc.shapes_reader"},

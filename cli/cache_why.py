@@ -77,7 +77,7 @@ def why(
         lookups = build.lookups(
             what, generate=generate, chunk=chunk, batch=batch, drafts=drafts, quiet=as_json
         )
-        answer = _of_build(store, lookups)
+        answer = _together([_of_build(store, each) for each in lookups])
         if build.tune:
             click.echo("what --tune never measured here is taken at its default", err=True)
     if as_json:
@@ -102,6 +102,15 @@ def _of_build(store: Store, lookups: Lookups) -> Answer:
         if linked is None:
             missing = explain(store, LINKS, [("library", library)])
     return Answer(missing, count, hits)
+
+
+def _together(answers: Sequence[Answer]) -> Answer:
+    """The answers for all targets of a build."""
+    return Answer(
+        [miss for answer in answers for miss in answer.entries],
+        sum(answer.lookups or 0 for answer in answers),
+        sum(answer.hits or 0 for answer in answers),
+    )
 
 
 def _last(store: Store) -> list[Miss]:

@@ -109,6 +109,7 @@ def stream(
         click.echo()
     return {
         "plan": str(folder),
+        "target": decoder.session.plan.target,
         "prompt": given,
         "tokens": made,
         "text": said if decoder.facts.text else None,

@@ -13,7 +13,7 @@ from cli.plans import PlanFolder, unbundled
 from cli.precision import print_precision, print_states
 from cli.render import (
     bucket_line,
-    compiled,
+    built_line,
     duration,
     fallback_line,
     lifetime_chart,
@@ -27,6 +27,7 @@ from cli.render import (
     tuning_line,
 )
 from cli.roofline import print_roofline, roofline
+from cli.targets import print_targets, targets
 from graphc.report import TuningRecord
 
 VIEWS = (
@@ -38,6 +39,7 @@ VIEWS = (
 @click.command()
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("view", type=click.Choice(VIEWS), default="summary")
+@click.option("--target", default="", metavar="CPU", help="Of a plan for several CPUs, this one.")
 @click.option("--kernel", metavar="NAME", help="Print the generated source of a kernel.")
 @click.option("--roofline", "roofline_view", is_flag=True, help="The view `roofline`.")
 @click.option("--length", "lengths", multiple=True, metavar="T=128", help="Roofline: a length.")
@@ -51,6 +53,7 @@ VIEWS = (
 def inspect(
     plan: Path,
     view: str,
+    target: str,
     kernel: str | None,
     roofline_view: bool,
     lengths: tuple[str, ...],
@@ -73,7 +76,7 @@ def inspect(
     precision  formats and bytes by class of tensors, and the policy in force
     roofline   the least time of each step at the machine's peaks (graphc doctor --calibrate)
     """
-    folder = PlanFolder.open(unbundled(plan))
+    folder = PlanFolder.open(unbundled(plan), target)
     if roofline_view or view == "roofline":
         data = roofline(folder, make_lengths(folder.plan, lengths, shapes), threads)
         print_json(data) if as_json else print_roofline(data)
@@ -109,6 +112,7 @@ def as_data(folder: PlanFolder, view: str) -> dict[str, object]:
             "outputs": [output.tensor for output in plan.outputs],
             "states": plan.states,
             "machine": plan.machine,
+            "targets": targets(folder),
             "uses_torch": plan.uses_torch,
         }
         return {**summary, **{k: msgspec.to_builtins(v) for k, v in tables.items()}}
@@ -120,6 +124,7 @@ def _summary(folder: PlanFolder) -> None:
     click.echo(f"model      {report.model} ({report.source}), graphc {plan.version}")
     machine = plan.machine
     click.echo(f"machine    {machine.architecture}, {machine.isa}, {report.compile.compiler}")
+    print_targets(folder, "target     ")
     for symbol in report.symbols:
         click.echo(f"symbol     {symbol.name}: {range_text(symbol.minimum, symbol.maximum)}")
     for kind, tensors in (
@@ -140,8 +145,8 @@ def _summary(folder: PlanFolder) -> None:
         )
     for memory in report.memory:
         click.echo(f"arena      {memory.phase} {memory.bucket}: {memory_line(memory)}")
-    done = report.compile
-    click.echo(f"kernels    {compiled(done)}")
+    for record in report.targets:
+        click.echo(f"kernels    {built_line(record)}")
     if report.tuning:
         click.echo(f"tuned      {tuning_line(report)}")
     stages = ", ".join(f"{stage.name} {duration(stage.seconds)}" for stage in report.stages)

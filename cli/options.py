@@ -81,8 +81,8 @@ _CODE_OPTIONS = [
     click.option(
         "--target",
         default="host",
-        metavar="CPU",
-        help="CPU to build for: host, x86-64-v4, x86-64-v3, x86-64-v2, portable [host].",
+        metavar="CPU,...",
+        help="CPUs to build for: host, x86-64-v4, x86-64-v3, x86-64-v2, portable [host].",
     ),
     click.option(
         "--tune", is_flag=True, help="Measure open choices of kernels here; remembered by CPU."
@@ -226,9 +226,9 @@ class BuildOptions:
         batch: int | None = None,
         drafts: int | None = None,
         quiet: bool = False,
-    ) -> Lookups:
-        """What `build` would look up in the cache, or with `generate` `build_decoder`. Nothing is
-        compiled or written."""
+    ) -> tuple[Lookups, ...]:
+        """What `build` would look up in the cache for each target, or with `generate`
+        `build_decoder`. Nothing is compiled or written."""
         from graphc.toolchain.lookups import LookupsOnly
 
         nowhere = Path(os.devnull)

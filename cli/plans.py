@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graphc.errors import UsageError
 from graphc.plan import Plan
-from graphc.plan_io import MANIFEST, read_plan
+from graphc.plan_io import MANIFEST, PlanFile, open_plan, own
 from graphc.report import BuildReport
 
 
@@ -19,28 +19,35 @@ class PlanFolder:
     """A checked plan on disk."""
 
     path: Path
+    file: PlanFile
     plan: Plan
 
     @staticmethod
-    def open(path: Path) -> PlanFolder:
-        """Raises UsageError (no plan there), DamagedError or PlanMismatchError."""
-        return PlanFolder(path, read_plan(path))
+    def open(path: Path, target: str = "") -> PlanFolder:
+        """The plan for a target; without a name, the best that runs here, else the first.
+
+        Raises UsageError (no plan or no such target there), DamagedError or PlanMismatchError.
+        """
+        file = open_plan(path)
+        return PlanFolder(path, file, file.read(file.target(target)))
 
     @cached_property
     def report(self) -> BuildReport:
-        return BuildReport.load(self.path / "report.json")
+        return BuildReport.load(self.path / own(self.plan, "report.json"))
 
     def graph_text(self) -> str:
         """The graph after all passes."""
-        return (self.path / "graph.txt").read_text(encoding="utf-8")
+        return (self.path / own(self.plan, "graph.txt")).read_text(encoding="utf-8")
 
     def entries(self) -> list[str]:
         """The cache's entries that the plan is made of, "bucket/digest".
 
         Raises UsageError: the plan's build did not note them.
         """
-        keys = self.report.compile.keys
-        if not keys:
+        plans = [self.file.read(target) for target in self.file.manifest.targets]
+        reports = [BuildReport.load(self.path / own(plan, "report.json")) for plan in plans]
+        keys = list(dict.fromkeys(key for report in reports for key in report.compile.keys))
+        if not all(report.compile.keys for report in reports):
             raise UsageError(
                 "the plan does not say which entries of the cache it is made of",
                 where=str(self.path),
@@ -74,9 +81,9 @@ class PlanFolder:
                 where=str(self.path),
                 hint=hint if close else f"graphc inspect {self.path} kernels lists them",
             )
-        path = self.path / file
+        path = self.path / own(self.plan, file)
         if not path.is_file():
-            path = self.path / "sources" / file
+            path = self.path / own(self.plan, f"sources/{file}")
         return path.name, path.read_text(encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from cache.folder import default_root
 from cli.render import duration, print_table
 from cli.roofline import UNMEASURED, bound_data, step_bytes
 from graphc.plan import Program
-from graphc.plan_io import WORK, read_work
+from graphc.plan_io import WORK, own, read_work
 from graphc.runtime.calibration import measured
 from graphc.runtime.expressions import known
 from graphc.runtime.roofline import step_bounds
@@ -50,7 +50,7 @@ def profile(
         if (p.phase, p.bucket, p.limits) == (facts["phase"], facts["bucket"], facts["limits"])
     )
     peaks = measured(default_root())
-    if WORK not in plan.files:  # built by an older graphc
+    if own(plan, WORK) not in plan.files:  # built by an older graphc
         steps = [
             {"step": s.index, "label": s.label, "kernel": s.kernel} for s in session.step_times()
         ]

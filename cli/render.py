@@ -16,6 +16,7 @@ from graphc.report import (
     Interval,
     MemoryRecord,
     PassRecord,
+    TargetRecord,
     matches_by_rule,
 )
 
@@ -101,13 +102,13 @@ def print_table(
 
 def print_build(report: BuildReport, output: Path) -> None:
     """The end of a build: what was made, from what, and what didn't go natively."""
-    done = report.compile
     click.echo(f"{report.model} -> {output}  ({duration(report.seconds)})")
     stages = ", ".join(f"{stage.name} {duration(stage.seconds)}" for stage in report.stages)
     click.echo(f"  stages    {stages}")
     for bucket in report.buckets:
         click.echo(f"  bucket    {bucket_line(bucket.phase, bucket.name, bucket.limits)}")
-    click.echo(f"  kernels   {compiled(done)} ({done.isa})")
+    for record in report.targets:
+        click.echo(f"  kernels   {built_line(record)}")
     for memory in report.memory:
         click.echo(f"  arena     {memory.bucket}: {memory_line(memory)}")
     click.echo(f"  weights   {report.weights} in {size(report.weights_bytes)}")
@@ -123,11 +124,17 @@ def bucket_line(phase: str, name: str, limits: dict[str, int]) -> str:
     return f"{phase} {name} ({text or 'fixed lengths'})"
 
 
-def compiled(done: CompileRecord) -> str:
+def compiled(done: CompileRecord | TargetRecord) -> str:
     shared = f", {done.remote_hits} of them from the shared tier" if done.remote_hits else ""
     if not done.compiled:
         return f"nothing compiled: all {done.units} units from cache{shared}"
     return f"compiled {done.compiled} of {done.units} units, {done.hits} from cache{shared}"
+
+
+def built_line(record: TargetRecord) -> str:
+    """What a target took to build."""
+    text = compiled(record)
+    return f"{text}{f' in {duration(record.seconds)}' * bool(record.compiled)} ({record.name})"
 
 
 def memory_line(memory: MemoryRecord) -> str:

@@ -67,7 +67,7 @@ def run(
       name=randint:0:99:1x16
       name=3                a scalar
     """
-    built = None
+    built, units = None, 0
     folder = unbundled(Path(plan_or_model))
     build = BuildOptions(**options)
     if not is_plan(folder):
@@ -77,7 +77,8 @@ def run(
         build = replace(build, inputs=types)
         folder = plan_place(plan_or_model, build)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        built = build.build(plan_or_model, folder, quiet=as_json).compile
+        report = build.build(plan_or_model, folder, quiet=as_json)
+        built, units = report.compile, sum(made.compiled for made in report.targets)
     result = execute(
         folder,
         inputs,
@@ -99,7 +100,7 @@ def run(
         name: {"dtype": array.dtype.name, "shape": list(array.shape)}
         for name, array in outputs.items()
     }
-    result["compiled"] = built.compiled if built else 0
+    result["compiled"] = units
     result["expect"] = [
         {"name": c.name, "max_abs": c.max_abs, "max_rel": c.max_rel, "ok": c.ok}
         for c in comparisons
@@ -169,6 +170,7 @@ def execute(
     return {
         "plan": str(folder),
         "model": plan.model,
+        "target": plan.target,
         "phase": facts["phase"],
         "bucket": facts["bucket"],
         "limits": facts["limits"] or {},
@@ -196,7 +198,7 @@ def print_run(
         bucket = bucket_line(result["phase"], result["bucket"], result["limits"])
         click.echo(f"bucket        {bucket}" + (f" at {symbols}" if symbols else ""))
     made = compiled(built) if built else "from cache"
-    click.echo(f"kernels       {made}")
+    click.echo(f"kernels       {made} ({result['target']})")
     click.echo(f"first output  {duration(result['first_output_s'])} after process start")
     if result["latency_s"] is not None:
         click.echo(f"latency       {duration(result['latency_s'])}, median of {result['iters']}")

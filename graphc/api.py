@@ -5,19 +5,22 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphc.cpu import lacking, told
+from graphc.errors import UsageError
 from graphc.garbage import rarely_collected
 from graphc.quantization import OPENS, Quantization, quantization
 from graphc.report import BisectRecord, BuildReport, PassRecord, PrecisionReport, StageRecord
-from graphc.toolchain.isa import Isa
+from graphc.toolchain.isa import Isa, targets
 
 if TYPE_CHECKING:
     import torch
 
-    from graphc.builder import Side
+    from graphc.builder import Side, Tune
     from graphc.compiled import Compiled
     from graphc.frontends.capture import Captured
     from graphc.ir.graph import Graph
@@ -33,18 +36,24 @@ Progress = Callable[[str, int, int], None]
 NO_CODES = "coded_linear{enabled=no}"
 
 
+def missing(isa: Isa) -> list[str]:
+    """What this machine lacks to run code made for `isa`."""
+    return lacking(isa.architecture, isa.features)
+
+
 @dataclass(frozen=True)
 class Options:
     """How a captured graph becomes a plan.
 
     disable_pass: passes left out, by name. pass_options: "name{key=value}". verify: every pass is
-    checked numerically. dump_passes: folder for the graph after each pass. target: the
-    CPU to build for (`graphc.toolchain.isa`). jobs: compiler processes at a time. tune: choices
+    checked numerically. dump_passes: folder for the graph after each pass. target: the CPUs to
+    build for (`graphc.toolchain.isa.targets`). jobs: compiler processes at a time. tune: choices
     that kernels leave open are measured on this machine, or taken from the cache if they were.
     quant: what is narrowed, words of `graphc.quantization`.
     precision: what may be narrowed, "index=mxfp8,cache=keep"; roles it leaves out are those of
     shapes.yaml (`graphc.precision`). lookups_only: the build ends with `LookupsOnly`, which says
     what it would look up in the cache, before anything is compiled or measured.
+    command: what follows `graphc build` for the same plan; empty where no command can say it.
     """
 
     shapes: Path | None = None
@@ -63,6 +72,21 @@ class Options:
     quant: Sequence[str] = ()
     precision: str = ""
     lookups_only: bool = False
+    command: Sequence[str] = ()
+
+    def words(self) -> list[str]:
+        """These options as the command line has them, those that decide what the plan is; target
+        and folder apart."""
+        several = (
+            ("--bucket", self.buckets), ("--disable-pass", self.disable_pass),
+            ("--pass", self.pass_options), ("--quant", self.quant),
+        )  # fmt: skip
+        single = (
+            ("--shapes", self.shapes), ("--phase", self.phase), ("--precision", self.precision),
+        )  # fmt: skip
+        words = [word for name, values in several for value in values for word in (name, value)]
+        words += [word for name, value in single if value for word in (name, str(value))]
+        return [*words, *(["--tune"] if self.tune else [])]
 
 
 def memory_planner(steps: Sequence[Step], sizes: Mapping[int, int]) -> PlannedMemory:
@@ -148,33 +172,37 @@ def build_captured(
     """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
     `sides`, these graphs of it (the phases of a decoder), which passes that left `records` made.
     `files` are put beside the plan's own. `policy` is what may be narrowed, `asked` what is to be,
-    if it is not as the options say."""
+    if it is not as the options say. Gives the report of the target that runs here, or of the first
+    if none does."""
     from cache.store import Store
-    from graphc.builder import Request, Side, build_plan
+    from graphc.builder import For, Request, Side, build_plan
     from graphc.ir.text import print_graph
     from graphc.rewrite import run_passes
     from graphc.shapes import Bucket, Shapes
 
     options = options or Options()
     table = Shapes.load(options.shapes)
-    level = Isa.of(options.target)
+    found = targets_of(options.target, options.tune)
     phase = options.phase or table.default_phase_of(model)
     policy = policy or precision_policy(table, options)
     graphs = len(sides) or 1 + len(variants)
     asked = asked or quantization(options.quant)
-    passes = pipeline(
-        options.disable_pass,
-        [*machine_options(level, graphs), *asked.pass_options(), *options.pass_options],
-    )
+    own = {name: tuple(machine_options(isa, graphs)) for name, isa in found.items()}
 
-    def transform(graph: Graph, phase: str) -> tuple[Graph, list[PassRecord]]:
+    def transform(name: str, graph: Graph, phase: str) -> tuple[Graph, list[PassRecord]]:
+        passes = pipeline(
+            options.disable_pass, [*own[name], *asked.pass_options(), *options.pass_options]
+        )
+        dump = options.dump_passes
+        if dump is not None and len(set(own.values())) > 1:
+            dump = dump / name
         # before the passes too: folding leaves nothing to see of how weights were narrowed
-        made, found = run_passes(
+        made, records = run_passes(
             checked(graph, policy, source), passes, verify=options.verify,
-            dump=options.dump_passes, phase=phase, progress=options.progress,
+            dump=dump, phase=phase, progress=options.progress,
         )  # fmt: skip
-        asked.check(found)
-        return checked(made, policy, source), found
+        asked.check(records)
+        return checked(made, policy, source), records
 
     def describe(
         graphs: Sequence[tuple[str, Graph]], plan: Plan, report: BuildReport,
@@ -188,42 +216,66 @@ def build_captured(
         return table.buckets_for(model, options.phase, ranges, only=list(options.buckets))
 
     store = Store()
-    tuner = None
-    if options.tune:
+
+    def tune(isa: Isa) -> Tune | None:
+        if not options.tune:
+            return None
         from graphc.tuner import Tuner
 
         place = store.root if store.writable else None
-        tuner = Tuner(
-            level, store, place, options.jobs, options.progress, options.require_cached,
+        return Tuner(
+            isa, store, place, options.jobs, options.progress, options.require_cached,
             measures=not options.lookups_only,
-        )  # fmt: skip
+        ).tune  # fmt: skip
+
     try:
-        return build_plan(
+        reports = build_plan(
             Request(
                 captured=captured,
                 sides=sides or [Side(c.graph, phase, buckets) for c in (captured, *variants)],
                 output=Path(output),
                 model=model,
                 source=source,
-                transform=transform,
+                targets=[
+                    For(name, isa, partial(transform, name), own[name], tune(isa))
+                    for name, isa in found.items()
+                ],
                 planner=memory_planner,
                 store=store,
-                isa=level,
                 jobs=options.jobs,
                 require_cached=options.require_cached,
                 lookups_only=options.lookups_only,
                 progress=options.progress,
                 stages=list(options.stages),
                 text=lambda graph: print_graph(graph, contents=False),
-                tune=tuner.tune if tuner else None,
                 decoder=decoder,
                 files=files or {},
                 records=records,
                 describe=describe,
+                command=options.command,
             )
         )
     finally:
         store.close()
+    here = [r for r, isa in zip(reports, found.values(), strict=True) if not missing(isa)]
+    return (here or reports)[0]
+
+
+def targets_of(text: str, tune: bool) -> dict[str, Isa]:
+    """The targets that a build names, the most demanding first.
+
+    Raises UsageError: one is unknown, or is to be tuned and does not run here.
+    """
+    found = targets(text)
+    for name, isa in found.items() if tune else ():
+        if lacks := missing(isa):
+            raise UsageError(
+                f"expected a target that runs here with --tune, which measures, found {name!r}: "
+                f"{told()} lacks {', '.join(lacks)}",
+                where="--target",
+                hint="leave out --tune, or build for it on such a machine",
+            )
+    return found
 
 
 def _facts(plan: Plan, report: BuildReport, dtypes: Mapping[str, str]) -> tuple[Any, Any, Any]:
@@ -306,6 +358,7 @@ def build(
     # cheap checks of the user's words come before the model is loaded
     pipeline(disable_pass, [*quantization(quant).pass_options(), *pass_options])
     Precision.parse(precision)
+    targets_of(target, tune)
     start = time.perf_counter()
     if progress is not None:
         progress("capture", 0, 0)
@@ -316,6 +369,11 @@ def build(
         dump_passes, require_cached, jobs, target, progress, stages, tune, tuple(quant), precision,
         lookups_only,
     )  # fmt: skip
+    if isinstance(model, str):
+        words = [model, *(word for text in inputs or () for word in ("--input", text))]
+        words += [word for text in dynamic or () for word in ("--dynamic", text)]
+        words += ["--dtype", dtype] if dtype else []
+        options = replace(options, command=(*words, *options.words()))
     return build_captured(
         captured, Path(output), options, model=name, source=kind, variants=variants
     )

@@ -62,6 +62,21 @@ def lacking(wanted: str, needs: tuple[str, ...] | list[str]) -> list[str]:
     return [name for name in needs if name not in present]
 
 
+def level() -> str:
+    """The highest level that this machine has; "host" where levels have no names."""
+    if architecture() != "x86_64":
+        return "host"
+    return next(name for name in reversed(LEVELS) if not lacking("x86_64", LEVELS[name]))
+
+
+def told() -> str:
+    """How to speak of this CPU: what is narrowed must not pass for what it is."""
+    text = os.environ.get(VARIABLE, "")
+    if detected() is None:
+        return f"this CPU, of which {_CPUINFO} does not tell what it has,"
+    return f"this CPU (as {VARIABLE}={text} narrows it)" if text else "this CPU"
+
+
 def narrowed(found: frozenset[str], text: str) -> frozenset[str]:
     """`found` as GRAPHC_CPU says."""
     level, *removed = (part.strip() for part in text.split(","))

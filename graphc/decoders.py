@@ -25,6 +25,7 @@ from graphc.api import (
     checked,
     pipeline,
     precision_policy,
+    targets_of,
 )
 from graphc.builder import Side
 from graphc.errors import CaptureError, UsageError
@@ -127,7 +128,13 @@ def build(
     Raises GraphcError: one of graphc.errors, with what, where and what to do.
     """
     options = options or Options()
-    precision_policy(Shapes.load(options.shapes), options)  # wrong words: before any work
+    # wrong words: before any work
+    precision_policy(Shapes.load(options.shapes), options)
+    targets_of(options.target, options.tune)
+    if isinstance(model, str) and sequences is None:
+        given = {"--dtype": dtype, "--chunk": chunk, "--batch": batch, "--drafts": drafts}
+        words = [word for name, value in given.items() if value for word in (name, str(value))]
+        options = replace(options, command=(model, "--generate", *words, *options.words()))
     most = batch or BATCH
     limits = Limits(chunk or CHUNK, most, 0, sequences or most, drafts or 0)
     return build_traced(trace(model, options, limits, dtype=dtype), output, options)

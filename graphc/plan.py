@@ -2,15 +2,19 @@
 
 A plan is a folder:
 
-    plan.json          manifest (this module's `Plan`), JSON, no pickle
+    plan.json          manifest (this module's `Manifest`), JSON, no pickle
     weights.bin        all weights, each at a 4096-byte aligned offset, mapped at load
+    program.json       the Steps (this module's `Plan`)
     kernels.so         the kernels of every bucket and the native executor
     report.json        what the passes did (graphc.report)
     work.json          what each Step has to do (this module's `PlanWork`), for the views only
     graph.txt          the graph after all passes, canonical text
     sources/*.cpp      the generated kernel sources
 
-Every file but plan.json itself is listed in `Plan.files` with its SHA-256; plan.json is written
+Where a plan has several targets, each has its files (all behind weights.bin) in a folder of its
+name; weights.bin has the weights of all of them, what is equal once.
+
+Every file but plan.json itself is listed in `Manifest.files` with its SHA-256; plan.json is written
 last and carries a digest of its own payload, so a half-written plan is never taken for a plan.
 
 Every integer that may depend on a length is an index into `Program.expressions`: a postfix
@@ -22,7 +26,7 @@ program over int64, whose items are an int (constant), "s<k>" (value of symbol k
 
 import msgspec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ABI_VERSION = 2  # must equal GC_ABI_VERSION in graphc/kernels/abi.h
 
 #: postfix operators of expressions; floor division and modulo follow Python's sign rules.
@@ -176,7 +180,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What the plan needs of a machine: architecture and cpuinfo flag names."""
+    """What a plan needs of a machine: architecture and cpuinfo flag names."""
 
     architecture: str
     features: list[str]
@@ -211,8 +215,35 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     drafts: int = 0
 
 
+class Target(msgspec.Struct, frozen=True):
+    """One kind of CPU that a plan was built for: its name as the build was told, what it needs, and
+    the folder of its files ("": beside the manifest)."""
+
+    name: str
+    machine: Machine
+    folder: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Contents of plan.json.
+
+    command: what followed `graphc build`, but -o and --target; empty if the plan was not built from
+    a model that a command can name. targets: the most demanding first. files: SHA-256 by name.
+    """
+
+    format: int
+    abi: int
+    version: str  # graphc version
+    model: str
+    command: list[str]
+    targets: list[Target]
+    files: dict[str, str]
+
+
 class Plan(msgspec.Struct, frozen=True):
-    """The manifest. Trees of inputs and outputs are JSON: {"tuple": [..]}, {"list": [..]},
+    """The Steps for one target, and all that a Session needs of them. `files` are those of the
+    manifest that belong to it, by name in the plan's folder; what its own are called there says
+    `graphc.plan_io.own`. Trees of inputs and outputs are JSON: {"tuple": [..]}, {"list": [..]},
     {"dict": [[key, tree], ..]}, {"leaf": i} (input or output i), {"const": scalar} (inputs: a
     Python scalar fixed at capture; another value is rejected), null for None."""
 
@@ -237,6 +268,8 @@ class Plan(msgspec.Struct, frozen=True):
     ranges: list[tuple[int, int, int, str]] = []  # (integer input, lowest value, one past the
     # highest, what it is): inputs used as indices, checked at the boundary
     decoder: DecoderPlan | None = None
+    target: str = "host"
+    folder: str = ""  # as of `Target`
 
 
 class StepWork(msgspec.Struct, frozen=True, array_like=True):

@@ -1,12 +1,14 @@
-"""Plans on disk: writing a plan folder, reading and checking it. The structs are in graphc.plan.
+"""Plans on disk: reading and checking a plan folder. The structs are in graphc.plan; folders are
+written by graphc.plan_writer.
 
 plan.json is one JSON object,
 
     {"graphc_plan": 1, "sha256": "<digest of the payload>", "payload": {"sizes": .., "plan": ..}}
 
-whose payload is hashed byte for byte; `sizes` gives the bytes of every other file. Opening a plan
-checks that digest, all sizes, and the SHA-256 of kernels.so, which is about to be executed.
-`verify_files` reads every file.
+whose payload is hashed byte for byte; `plan` is the Manifest and `sizes` gives the bytes of every
+other file. Opening a plan checks that digest. Reading it for one of its targets checks the sizes of
+the files that this target needs, and the SHA-256 of program.json and of kernels.so, which is about
+to be executed. `verify_files` reads every file.
 """
 
 from __future__ import annotations
@@ -15,38 +17,42 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from graphc.cpu import lacking
 from graphc.errors import DamagedError, PlanMismatchError, UsageError
-from graphc.plan import ABI_VERSION, FORMAT_VERSION, Plan, PlanWork, Weight
+from graphc.plan import (
+    ABI_VERSION,
+    FORMAT_VERSION,
+    Manifest,
+    Plan,
+    PlanWork,
+    Target,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphc.distinct import Distinct
-
 MANIFEST = "plan.json"
 WEIGHTS = "weights.bin"
+PROGRAM = "program.json"
 KERNELS = "kernels.so"
 WORK = "work.json"
-ALIGNMENT = 4096  # of each weight in weights.bin
-_MOST_PIECES = 1024  # of one write: IOV_MAX of Linux and macOS
 _SMALL = 2 << 20  # bytes
 
-_HEAD = b'{"graphc_plan": 1, "sha256": "%s", "payload": '
-_TAIL = b"}\n"
+HEAD = b'{"graphc_plan": 1, "sha256": "%s", "payload": '
+TAIL = b"}\n"
 _REBUILD = "rebuild the plan: graphc build"
 
-#: content of one file of a plan: bytes or text to write, a file to copy, or what writes the file
-Content: TypeAlias = "bytes | str | Path | Callable[[Path], None]"
 
+class Payload(msgspec.Struct, frozen=True):
+    """What the digest of plan.json is of."""
 
-class _Payload(msgspec.Struct, frozen=True):
     sizes: dict[str, int]
-    plan: Plan
+    plan: Manifest
 
 
 class _Versions(msgspec.Struct, frozen=True):
@@ -58,134 +64,8 @@ class _Header(msgspec.Struct, frozen=True):
     plan: _Versions
 
 
-# ---------------------------------------------------------------- writing
-
-
-class WeightsWriter:
-    """Collects weights.bin; equal bytes are stored once.
-
-    writer = WeightsWriter()
-    index = writer.add("fc.weight", "float32", [4, 8], array)
-    write_plan(folder, Plan(..., weights=writer.weights), {"weights.bin": writer.write, ...})
-    """
-
-    def __init__(self) -> None:
-        from graphc.distinct import Distinct  # here: a program that only loads starts sooner
-
-        self.weights: list[Weight] = []
-        self._end = 0
-        self._pieces: list[memoryview] = []
-        self._places: Distinct[int] = Distinct()
-
-    def add(
-        self,
-        name: str,
-        dtype: str,
-        shape: Iterable[int],
-        data: bytes | bytearray | memoryview,
-        layout: str = "",
-        origin: str = "",
-    ) -> int:
-        """Appends one constant, given as its C-contiguous bytes, which must stay as they are until
-        all is written; gives its index in `weights`."""
-        view = memoryview(data)
-        view = view.cast("B") if view.nbytes else memoryview(b"")
-        offset = self._places.find(view) if view.nbytes else 0
-        if offset is None:
-            offset = -(-self._end // ALIGNMENT) * ALIGNMENT
-            self._pieces += [memoryview(bytes(offset - self._end)), view]
-            self._places.note(view, offset)
-            self._end = offset + view.nbytes
-        self.weights.append(
-            Weight(name, dtype, list(shape), offset, view.nbytes, layout=layout, origin=origin)
-        )
-        return len(self.weights) - 1
-
-    def write(self, path: Path) -> None:
-        """Writes the file, as much at a time as the kernel takes. Linux then keeps it in its page
-        cache in pages as large as it finds, where a mapped file is read faster than in pieces."""
-        waiting = [piece for piece in self._pieces if piece.nbytes]
-        first = 0
-        with path.open("wb", buffering=0) as file:
-            while first < len(waiting):
-                done = os.writev(file.fileno(), waiting[first : first + _MOST_PIECES])
-                while first < len(waiting) and done >= waiting[first].nbytes:
-                    done -= waiting[first].nbytes
-                    first += 1
-                if done:
-                    waiting[first] = waiting[first][done:]
-
-
-def write_plan(folder: Path | str, plan: Plan, files: Mapping[str, Content]) -> Plan:
-    """Writes a plan folder, replacing a plan that stands there, and gives the plan as written
-    (`files` filled in).
-
-    Args:
-        folder: where to. It must not exist, be empty, or hold a plan.
-        plan: its `files` is ignored.
-        files: every file but plan.json by its name in the folder ("kernels.so", "weights.bin",
-            "report.json", "graph.txt", "sources/x.cpp").
-
-    The folder is prepared beside its destination and moved there whole: a reader sees the old
-    plan or the new one. Raises UsageError if the destination holds something else; OSError (disk
-    full, read-only) leaves the old plan in place.
-    """
-    import shutil  # here, not above: a program that only loads plans starts sooner
-    import tempfile
-    from pathlib import Path
-
-    folder = Path(folder).absolute()
-    if folder.exists() and (
-        not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file())
-    ):
-        raise UsageError(
-            "the output folder holds something that is not a plan",
-            where=str(folder),
-            hint="name another folder or empty it",
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        work.chmod(0o755)
-        digests: dict[str, str] = {}
-        sizes: dict[str, int] = {}
-        for name, content in files.items():
-            path = work / _safe_name(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if callable(content):
-                content(path)
-            elif isinstance(content, Path):
-                path.write_bytes(content.read_bytes())
-            else:
-                path.write_bytes(content.encode() if isinstance(content, str) else content)
-            digests[name] = file_digest(path)
-            sizes[name] = path.stat().st_size
-        plan = msgspec.structs.replace(plan, files=digests)
-        payload = msgspec.json.encode(_Payload(sizes, plan))
-        manifest = work / MANIFEST
-        with manifest.open("wb") as file:
-            file.write(_HEAD % digest(payload).encode() + payload + _TAIL)
-            file.flush()
-            os.fsync(file.fileno())
-        old = None
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-            os.rename(folder, old / "plan")
-        try:
-            os.rename(work, folder)
-        except OSError:
-            if old:
-                os.rename(old / "plan", folder)
-            raise
-        finally:
-            if old:
-                shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return plan
-
-
-def _safe_name(name: str) -> str:
+def safe_name(name: str) -> str:
+    """The name, which stays inside the folder. Raises UsageError."""
     parts = name.split("/")
     if name == MANIFEST or "\\" in name or any(part in ("", ".", "..") for part in parts):
         raise UsageError(f"{name!r} cannot be a file of a plan")
@@ -217,67 +97,149 @@ def digest(data: bytes | memoryview) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def read_plan(folder: Path | str) -> Plan:
-    """Reads and checks a plan folder: format and ABI version, the manifest's digest, the presence
-    and size of every file, and the content of kernels.so.
+class PlanFile:
+    """A plan folder whose manifest was read and checked; made by `open_plan`."""
 
-    Raises UsageError (no plan there), PlanMismatchError (another version), DamagedError (naming
-    the file).
+    def __init__(self, folder: str, manifest: Manifest, sizes: Mapping[str, int]) -> None:
+        self.folder, self.manifest, self.sizes = folder, manifest, sizes
+
+    def target(self, name: str = "") -> Target:
+        """The target of this name; without one, the best that runs here, else the first.
+
+        Raises UsageError: there is no such target.
+        """
+        targets = self.manifest.targets
+        if not name:
+            fits = (t for t in targets if not lacking(t.machine.architecture, t.machine.features))
+            return next(fits, targets[0])
+        found = [target for target in targets if target.name == name]
+        if not found:
+            names = ", ".join(target.name for target in targets)
+            raise UsageError(
+                f"expected a target of the plan out of {names}, found {name!r}", where=self.folder
+            )
+        return found[0]
+
+    def rebuild(self, targets: Sequence[str] = ()) -> str:
+        """The command that builds the plan again, for other targets if any are named."""
+        import shlex
+
+        names = targets or [target.name for target in self.manifest.targets]
+        what = self.manifest.command or ["MODEL"]
+        words = [*what, "-o", self.folder, "--target", ",".join(names)]
+        return "graphc build " + shlex.join(words)
+
+    def read(self, target: Target) -> Plan:
+        """The plan for a target, whose files are checked (as this module says).
+
+        Raises DamagedError, naming the file.
+        """
+        name = f"{target.folder}/{PROGRAM}" if target.folder else PROGRAM
+        where = os.path.join(self.folder, name)
+        try:
+            with open(where, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise self._damaged(f"cannot be read: {error.strerror}", name) from error
+        if digest(data) != self.manifest.files.get(name):
+            raise self._damaged("its SHA-256 is not that of the manifest", name)
+        try:
+            plan = with_files(msgspec.json.decode(data, type=Plan), self.manifest)
+        except msgspec.DecodeError as error:
+            raise self._damaged(f"cannot be read: {error}", name) from error
+        self._check_sizes(plan)
+        self.verify(plan, (own(plan, KERNELS),))
+        return plan
+
+    def verify(self, plan: Plan, names: Iterable[str] | None = None) -> None:
+        """As `verify_files`."""
+        verify_files(self.folder, plan, names, self._hint())
+
+    def _check_sizes(self, plan: Plan) -> None:
+        for name in plan.files:
+            try:
+                found = os.stat(os.path.join(self.folder, safe_name(name))).st_size
+            except OSError as error:
+                raise self._damaged("a file of the plan is missing", name) from error
+            if found != self.sizes[name]:
+                raise self._damaged(f"expected {self.sizes[name]:,} bytes, found {found:,}", name)
+        for name in (own(plan, KERNELS), WEIGHTS):
+            if name not in plan.files:
+                raise self._damaged(f"{name} is not listed", MANIFEST)
+        for weight in plan.weights:
+            if weight.offset < 0 or weight.offset + weight.nbytes > self.sizes[WEIGHTS]:
+                raise self._damaged(f"weight {weight.name} lies outside {WEIGHTS}", MANIFEST)
+
+    def _damaged(self, what: str, name: str) -> DamagedError:
+        return DamagedError(what, where=os.path.join(self.folder, name), hint=self._hint())
+
+    def _hint(self) -> str:
+        return f"rebuild the plan: {self.rebuild()}"
+
+
+def open_plan(folder: Path | str) -> PlanFile:
+    """Reads and checks the manifest of a plan folder.
+
+    Raises UsageError (no plan there), PlanMismatchError (another format or ABI version),
+    DamagedError.
     """
-    manifest = os.path.join(folder, MANIFEST)
+    folder = os.fspath(folder)
+    where = os.path.join(folder, MANIFEST)
     try:
-        with open(manifest, "rb") as file:
+        with open(where, "rb") as file:
             text = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
             "no plan found",
-            where=str(folder),
+            where=folder,
             hint="a plan is a folder with a plan.json; make one: graphc build",
         ) from error
-    payload = _checked_payload(text, manifest)
+    payload = _checked_payload(text, where)
     try:
-        decoded = msgspec.json.decode(payload, type=_Payload)
+        decoded = msgspec.json.decode(payload, type=Payload)
     except msgspec.DecodeError as error:
-        _check_versions(payload, manifest)
-        raise DamagedError(f"cannot be read: {error}", where=manifest, hint=_REBUILD) from error
-    _check_versions(payload, manifest, decoded.plan)
-    for name, size in decoded.sizes.items():
-        try:
-            found = os.stat(os.path.join(folder, _safe_name(name))).st_size
-        except OSError as error:
-            raise DamagedError(
-                "a file of the plan is missing", where=os.path.join(folder, name), hint=_REBUILD
-            ) from error
-        if found != size:
-            raise DamagedError(
-                f"expected {size:,} bytes, found {found:,}",
-                where=os.path.join(folder, name),
-                hint=_REBUILD,
-            )
-    if set(decoded.sizes) != set(decoded.plan.files):
-        raise DamagedError("its tables of files disagree", where=manifest, hint=_REBUILD)
-    for name in (KERNELS, WEIGHTS):
-        if name not in decoded.sizes:
-            raise DamagedError(f"{name} is not listed", where=manifest, hint=_REBUILD)
-    size = decoded.sizes[WEIGHTS]
-    for weight in decoded.plan.weights:
-        if weight.offset < 0 or weight.offset + weight.nbytes > size:
-            raise DamagedError(
-                f"weight {weight.name} lies outside {WEIGHTS}", where=manifest, hint=_REBUILD
-            )
-    verify_files(folder, decoded.plan, (KERNELS,))
-    return decoded.plan
+        _check_versions(payload, where)
+        raise DamagedError(f"cannot be read: {error}", where=where, hint=_REBUILD) from error
+    _check_versions(payload, where, decoded.plan)
+    if set(decoded.sizes) != set(decoded.plan.files) or not decoded.plan.targets:
+        raise DamagedError("its tables of files disagree", where=where, hint=_REBUILD)
+    return PlanFile(folder, decoded.plan, decoded.sizes)
+
+
+def read_plan(folder: Path | str, target: str = "") -> Plan:
+    """The plan in a folder for the target that is named, else for the best that this machine runs,
+    else for the first: kernels are not loaded. Errors as of `open_plan`, `PlanFile.target` and
+    `PlanFile.read`."""
+    file = open_plan(folder)
+    return file.read(file.target(target))
+
+
+def own(plan: Plan, name: str) -> str:
+    """What a file of one target is called in the plan's folder."""
+    return f"{plan.folder}/{name}" if plan.folder else name
+
+
+def with_files(plan: Plan, manifest: Manifest) -> Plan:
+    """The plan with the digests of its files: its own and those of all targets."""
+    files = manifest.files
+    if len(manifest.targets) > 1:
+        others = tuple(f"{t.folder}/" for t in manifest.targets if t.folder != plan.folder)
+        files = {name: found for name, found in files.items() if not name.startswith(others)}
+    program = own(plan, PROGRAM)
+    files = {name: found for name, found in files.items() if name != program}
+    return msgspec.structs.replace(plan, files=files)
 
 
 def read_work(folder: Path | str, plan: Plan) -> PlanWork:
     """What each Step of a plan has to do; `plan` is what `read_plan` gave. Raises DamagedError,
     also for a plan that was built before there was a work.json."""
-    path = os.path.join(folder, WORK)
-    if WORK not in plan.files:
+    name = own(plan, WORK)
+    path = os.path.join(folder, name)
+    if name not in plan.files:
         raise DamagedError(
             "the plan does not say what its Steps do", where=str(folder), hint=_REBUILD
         )
-    verify_files(folder, plan, (WORK,))
+    verify_files(folder, plan, (name,))
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=PlanWork)
@@ -286,34 +248,36 @@ def read_work(folder: Path | str, plan: Plan) -> PlanWork:
 
 
 def _checked_payload(text: bytes, manifest: str) -> bytes:
-    head = len(_HEAD % (b"0" * 64))
-    prefix = _HEAD[: _HEAD.index(b"%s")]
-    if text.startswith(prefix) and text.endswith(_TAIL):
-        payload = text[head : -len(_TAIL)]
-        if text[:head] == _HEAD % digest(payload).encode():
+    head = len(HEAD % (b"0" * 64))
+    prefix = HEAD[: HEAD.index(b"%s")]
+    if text.startswith(prefix) and text.endswith(TAIL):
+        payload = text[head : -len(TAIL)]
+        if text[:head] == HEAD % digest(payload).encode():
             return payload
     raise DamagedError("the manifest does not match its digest", where=manifest, hint=_REBUILD)
 
 
-def _check_versions(payload: bytes, manifest: str, plan: Plan | None = None) -> None:
-    if plan is None:
+def _check_versions(payload: bytes, where: str, manifest: Manifest | None = None) -> None:
+    if manifest is None:
         try:
             found = msgspec.json.decode(payload, type=_Header).plan
         except msgspec.DecodeError:
             return
     else:
-        found = _Versions(plan.format, plan.abi)
+        found = _Versions(manifest.format, manifest.abi)
     for what, wanted, number in (
         ("format", FORMAT_VERSION, found.format),
         ("kernel ABI", ABI_VERSION, found.abi),
     ):
         if wanted != number:
             raise PlanMismatchError(
-                f"expected plan {what} {wanted}, found {number}", where=manifest, hint=_REBUILD
+                f"expected plan {what} {wanted}, found {number}", where=where, hint=_REBUILD
             )
 
 
-def verify_files(folder: Path | str, plan: Plan, names: Iterable[str] | None = None) -> None:
+def verify_files(
+    folder: Path | str, plan: Plan, names: Iterable[str] | None = None, hint: str = _REBUILD
+) -> None:
     """Compares files (all by default) with their SHA-256; DamagedError names the first that
     differs."""
     for name in plan.files if names is None else names:
@@ -322,9 +286,9 @@ def verify_files(folder: Path | str, plan: Plan, names: Iterable[str] | None = N
             found = file_digest(path)
         except OSError as error:
             raise DamagedError(
-                f"cannot be read: {error.strerror}", where=str(path), hint=_REBUILD
+                f"cannot be read: {error.strerror}", where=str(path), hint=hint
             ) from error
         if found != plan.files[name]:
             raise DamagedError(
-                "its SHA-256 is not that of the manifest", where=str(path), hint=_REBUILD
+                "its SHA-256 is not that of the manifest", where=str(path), hint=hint
             )

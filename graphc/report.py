@@ -191,6 +191,23 @@ class StageRecord(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class TargetRecord(msgspec.Struct, frozen=True):
+    """What one target of a plan took: translation units, those out of the cache (remote_hits: out
+    of the shared tier) and those compiled, wall-clock seconds of the compiles. weights_bytes: what
+    it reads of weights.bin; own_weights_bytes: the part of it that no other target reads."""
+
+    name: str
+    isa: str
+    features: list[str]
+    units: int
+    hits: int
+    compiled: int
+    seconds: float
+    weights_bytes: int
+    own_weights_bytes: int
+    remote_hits: int = 0
+
+
 class RoleRecord(msgspec.Struct, frozen=True):
     """What a role may be narrowed to (none: it is kept), and who said so."""
 
@@ -256,6 +273,7 @@ class BuildReport(msgspec.Struct, frozen=True):
     tuning: list[TuningRecord] = []
     layers: list[LayerRecord] = []
     precision: PrecisionReport | None = None
+    targets: list[TargetRecord] = []
     format: int = FORMAT
 
     @property

@@ -42,7 +42,8 @@ from graphc.plan import (
     Step,
     Tensor,
 )
-from graphc.plan_io import KERNELS, WEIGHTS, write_plan
+from graphc.plan_io import KERNELS, WEIGHTS
+from graphc.plan_writer import write_plan
 from graphc.report import TuningRecord
 from graphc.runtime.calibration import cache_levels, cpu_key, key_digest
 from graphc.runtime.session import Session, load

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from graphc.distinct import Distinct
 from graphc.garbage import rarely_collected
-from graphc.plan_io import WeightsWriter
+from graphc.plan_writer import WeightsWriter
 
 
 def test_the_collector_is_as_before_after_the_last_build() -> None:

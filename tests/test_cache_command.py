@@ -217,7 +217,7 @@ def test_why_a_model_would_miss(
         found = json.loads(run("why", model, *options, "--json"))
         return found["hits"], found["lookups"], found["entries"]
 
-    lookups = BuildOptions().lookups(model, quiet=True)
+    (lookups,) = BuildOptions().lookups(model, quiet=True)
     count = len(lookups.kernels)
     hits, asked, entries = why()
     assert (hits, asked) == (0, count) and len(entries) == count >= 2

@@ -48,7 +48,7 @@ from graphc.plan import (
     Symbol,
     Tensor,
 )
-from graphc.plan_io import write_plan
+from graphc.plan_writer import write_plan
 from graphc.report import (
     BisectRecord,
     BucketRecord,
@@ -64,6 +64,7 @@ from graphc.report import (
     Refusal,
     StageRecord,
     SymbolRecord,
+    TargetRecord,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,6 +108,7 @@ REPORT = BuildReport(
     fallbacks=[FallbackRecord("aten.nonzero.default", "%5", "its size depends on data")],
     compile=CompileRecord(3, 1, 2, 0.5, "g++ 12", "avx2"),
     layers=[LayerRecord("Attn", "prefill", "2K", 2, 40, 3, 4096, 512, 1024, 256)],
+    targets=[TargetRecord("host", "avx2", ["avx2"], 3, 1, 2, 0.5, 0, 0)],
 )
 
 

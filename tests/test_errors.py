@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 
 from cli.main import main
+from graphc.cpu import architecture
 from graphc.plan import Machine
-from graphc.plan_io import read_plan, write_plan
+from graphc.plan_io import read_plan
+from graphc.plan_writer import write_plan
 
 ROOT = Path(__file__).resolve().parents[1]
+X86 = architecture() == "x86_64"
 
 NET = """\
 import torch
@@ -286,6 +289,35 @@ def test_plan_of_another_machine(
     plan = copy_of(built, tmp_path / "other", machine=machine)
     assert "avx1024" in fails(capsys, 6, "run", plan)
     assert main(["inspect", str(plan)]) == 0
+
+
+def test_unknown_target(net: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = "host, x86-64-v4, x86-64-v3, x86-64-v2, portable" if X86 else "host, portable"
+    for words in ("avx2", "portable,avx2", "x86-64-v9", "host,"):
+        text = fails(capsys, 2, "build", net, "-o", tmp_path / "plan", "--target", words)
+        assert f"expected a target out of {known}, found '{words.rpartition(',')[2]}'" in text
+    assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.skipif(not X86, reason="targets of x86-64")
+def test_tuning_for_a_cpu_above_this_one(
+    net: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHC_CPU", "portable")
+    target = ("--target", "portable,x86-64-v4", "--tune")
+    for more in ((), ("--generate",)):
+        text = fails(capsys, 2, "build", net, "-o", tmp_path / "plan", *target, *more)
+        assert "runs here with --tune" in text and "found 'x86-64-v4'" in text
+        assert "lacks" in text and "avx512f" in text and "leave out --tune" in text
+
+
+def test_malformed_graphc_cpu(
+    built: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHC_CPU", "x86-64-v9")
+    text = fails(capsys, 2, "run", built)
+    assert "environment variable GRAPHC_CPU" in text and "found 'x86-64-v9'" in text
+    assert "levels: host, x86-64-v4" in text and "avx512_bf16" in text
 
 
 # ---------------------------------------------------------------- the surroundings

@@ -40,7 +40,8 @@ from graphc.plan import (
     Symbol,
     Tensor,
 )
-from graphc.plan_io import WeightsWriter, digest, file_digest, read_plan, write_plan
+from graphc.plan_io import digest, file_digest, read_plan
+from graphc.plan_writer import WeightsWriter, write_plan
 from graphc.runtime.machine import architecture
 from graphc.runtime.session import Session, load
 from tests.allocations import run_counted

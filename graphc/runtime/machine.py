@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
+from graphc import cpu
 from graphc.cpu import architecture, lacking
 from graphc.errors import PlanMismatchError, UsageError
-from graphc.plan import Machine
+
+if TYPE_CHECKING:
+    from graphc.plan import Target
+    from graphc.plan_io import PlanFile
 
 
-def check_machine(needed: Machine, where: str) -> None:
-    """Raises PlanMismatchError, naming what lacks, if a plan's kernels cannot run here."""
-    hint = "rebuild the plan on this machine: graphc build"
-    missing = lacking(needed.architecture, needed.features)
-    if not missing:
-        return
-    if architecture(needed.architecture) != architecture():
-        raise PlanMismatchError(
-            f"expected a plan for {architecture()}, found one for {missing[0]}",
-            where=where,
-            hint=hint,
+def runnable(file: PlanFile) -> Target:
+    """The best target of a plan that this machine runs.
+
+    Raises PlanMismatchError, which names what the machine lacks and how to build for it.
+    """
+    targets = file.manifest.targets
+    lacks: list[str] = []
+    for target in targets:
+        missing = lacking(target.machine.architecture, target.machine.features)
+        if not missing:
+            return target
+        lacks.append(", ".join(missing))
+    level = cpu.level()
+    if not any(architecture(t.machine.architecture) == architecture() for t in targets):
+        what = f"expected a plan for {architecture()}, found one for {lacks[0]}"
+        names = [level]
+    elif len(targets) == 1:
+        what = f"the plan was built for {_name(targets[0])}; {cpu.told()} lacks {lacks[0]}"
+        names = [level]
+    else:
+        what = f"{cpu.told()} runs none of the plan's targets:" + "".join(
+            f"\n    for {_name(target)} it lacks {some}"
+            for target, some in zip(targets, lacks, strict=True)
         )
+        names = [*(t.name for t in targets if t.name in cpu.LEVELS and t.name != level), level]
     raise PlanMismatchError(
-        f"the plan was built for {needed.isa}; this CPU lacks {', '.join(missing)}",
-        where=where,
-        hint=hint,
+        what, where=file.folder, hint=f"build it for this machine: {file.rebuild(names)}"
     )
+
+
+def _name(target: Target) -> str:
+    return f"{target.name} ({target.machine.isa})"
 
 
 def _cpu_quota() -> int | None:

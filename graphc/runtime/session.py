@@ -19,12 +19,12 @@ import msgspec
 
 from graphc.errors import UsageError
 from graphc.plan import Plan
-from graphc.plan_io import KERNELS, WEIGHTS, read_plan, verify_files
+from graphc.plan_io import KERNELS, WEIGHTS, open_plan, own
 from graphc.runtime.binding import Binder, build_results, read_tree
 from graphc.runtime.caller_pages import CallerPages
 from graphc.runtime.choice import Assignment, Chooser, Shapes
 from graphc.runtime.execution import Execution, Natives
-from graphc.runtime.machine import check_machine, default_threads
+from graphc.runtime.machine import default_threads, runnable
 from graphc.runtime.native import Library, load_library
 from graphc.runtime.pool import MappedFile
 from graphc.runtime.ranges import check_ranges
@@ -69,7 +69,7 @@ def load(
     verify: bool = False,
     share_weights: bool | None = None,
 ) -> Session:
-    """Loads a plan folder.
+    """Loads a plan folder, for the best of its targets that this machine runs.
 
     Args:
         path: the folder.
@@ -96,11 +96,12 @@ def load(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        plan = read_plan(folder)
-        check_machine(plan.machine, folder)
+        file = open_plan(folder)
+        plan = file.read(runnable(file))
         if verify:
-            verify_files(folder, plan)
-        library = load_library(os.path.join(folder, KERNELS), plan.files[KERNELS])
+            file.verify(plan)
+        kernels = own(plan, KERNELS)
+        library = load_library(os.path.join(folder, kernels), plan.files[kernels])
         return Session(plan, folder, library, threads, begin, share_weights)
     finally:
         if collecting:
@@ -290,6 +291,7 @@ class Session:
             "bucket": program.bucket if program else None,
             "limits": dict(program.limits) if program else None,
             "threads": self.threads,
+            "target": self.plan.target,
             "isa": self.plan.machine.isa,
             "load_seconds": self._load_seconds,
             "first_output_seconds": self._first_seconds,

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from graphc.plan import Plan, PlanWork, Program
-from graphc.plan_io import WORK, read_work
+from graphc.plan_io import WORK, own, read_work
 from graphc.runtime.expressions import known
 from graphc.runtime.native import UNBOUND, NativeProgram, now
 
@@ -109,7 +109,8 @@ class Trace:
             name = f"worker {thread}" if thread else "caller"
             events.append(_meta("thread_name", thread, name=name))
             events.append(_meta("thread_sort_index", thread, sort_index=thread))
-        work = read_work(self._folder, self._plan) if WORK in self._plan.files else None
+        plan = self._plan
+        work = read_work(self._folder, plan) if own(plan, WORK) in plan.files else None
         for number, run in enumerate(self._runs):
             program = self._plan.programs[run.program]
             args = {"run": number, "phase": program.phase, "bucket": program.bucket}

@@ -17,21 +17,22 @@ if TYPE_CHECKING:  # sympy, which it needs, takes long to import
 
 @dataclass(frozen=True)
 class Lookups:
-    """kernels: name and fields of the key of every kernel, in the order of the library.
-    compiler: the one that would make them."""
+    """Of one target. kernels: name and fields of the key of every kernel, in the order of the
+    library. compiler: the one that would make them."""
 
     kernels: tuple[tuple[str, Fields], ...]
     compiler: Compiler
 
 
 class LookupsOnly(Exception):
-    """Ends a build that was asked for its look-ups only, before anything is compiled or written."""
+    """Ends a build that was asked for its look-ups only, of each target, before anything is
+    compiled or written."""
 
-    def __init__(self, lookups: Lookups) -> None:
+    def __init__(self, lookups: tuple[Lookups, ...]) -> None:
         super().__init__("the build was to end with its look-ups")
         self.lookups = lookups
 
 
 def lookups(units: Sequence[Unit], isa: Isa, compiler: Compiler) -> Lookups:
-    """The look-ups of a build of these units."""
+    """The look-ups of a build of these units for one target."""
     return Lookups(tuple((u.name, kernel_fields(u, isa, compiler)) for u in units), compiler)

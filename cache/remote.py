@@ -40,7 +40,6 @@ class Settings:
     """The environment's variables. `secret` is the key of signatures."""
 
     url: str
-    write: bool
     trust: bool
     secret: bytes | None
     seconds: float
@@ -58,6 +57,7 @@ class Remote:
         self._files: RemoteFiles | None = None
         self._off = False
         self._absent: set[str] = set()
+        self._present: set[str] = set()
         self._refused: list[str] = []
         self._notes: list[str] = []
 
@@ -85,22 +85,47 @@ class Remote:
             self._leave(f"it is left alone for the rest of this build: {reason}")
         return None
 
-    def offer(self, bucket: str, key: Key, payload: Path, label: str, seconds: float) -> None:
-        """Stores what was made here, if write-back is on."""
-        if not self._environ.get(WRITE) or bucket not in SHARED:
+    @property
+    def writes(self) -> bool:
+        """Whether write-back is on."""
+        return _is_on(self._environ, WRITE)
+
+    def offer(
+        self, bucket: str, key: Key, payload: Path, label: str, seconds: float, *, replace: bool
+    ) -> None:
+        """Stores an entry of this machine, if write-back is on; without `replace`, if there is none
+        of that name."""
+        name = place(bucket, key.digest)
+        if not self.writes or bucket not in SHARED or name in self._present:
             return
         files, settings = self._opened(), self._settings
-        if files is None or settings is None or not settings.write:
+        if files is None or settings is None:
             return
         try:
-            data = payload.read_bytes()
-            self._write(files, settings, bucket, key, data, label, seconds)
+            if replace or not files.has(name):
+                data = payload.read_bytes()
+                self._write(files, settings, bucket, key, data, label, seconds)
+            self._present.add(name)
             if bucket == LINKS:
                 self._tell_compiler(files, settings, key)
         except OSError:
             return  # of the payload: the folder was removed under the build
         except TierFailed as reason:
             self._leave(f"it is left alone for the rest of this build, writing failed: {reason}")
+
+    def state(self) -> str:
+        """How the tier is used, on one line.
+
+        Raises:
+            TierFailed: it is not, or not any more; says why.
+        """
+        files, settings = self._opened(), self._settings
+        if files is None or settings is None:
+            raise TierFailed("; ".join(self.drain_notes()))
+        compilers = len(files.names(COMPILERS))
+        signed = "signed entries only" if settings.secret else "entries without signature"
+        how = "read and written" if self.writes else "read"
+        return f"{shown(self._url)}, {how}, {signed}, libraries of {compilers} compilers"
 
     def makers(self) -> list[tuple[str, str]]:
         """(identity, target) of each compiler whose libraries are there."""
@@ -209,9 +234,12 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         seconds = 0.0
     if not 0 < seconds < 3600:
         raise TierFailed(f"expected seconds in {TIMEOUT}, found {text!r}")
-    on = {name: environ.get(name, "").strip() not in ("", "0") for name in (WRITE, TRUST)}
     url = environ.get(URL, "").strip()
-    return Settings(url, on[WRITE], on[TRUST], _secret(environ), seconds)
+    return Settings(url, _is_on(environ, TRUST), _secret(environ), seconds)
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").strip() not in ("", "0")
 
 
 def _secret(environ: Mapping[str, str]) -> bytes | None:

@@ -54,6 +54,10 @@ class RemoteFiles:
         this says nothing."""
         return self._within(lambda: bool(self._fs.isdir(self._root)))
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file."""
+        return self._within(lambda: bool(self._fs.isfile(posixpath.join(self._root, name))))
+
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if there is none."""
         path = posixpath.join(self._root, name)

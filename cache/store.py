@@ -102,6 +102,7 @@ class Store:
         found = found or self._from_remote(bucket, key, workspace)
         if found is not None:
             self.counters.hit(bucket, found.seconds, "remote" if found.remote else "hit")
+            self._share(bucket, key, found)
         return found
 
     def fetch_or_make(
@@ -124,18 +125,12 @@ class Store:
             if found is not None:
                 kind: Kind = "remote" if found.remote else "wait" if bucket == KERNELS else "hit"
                 self.counters.hit(bucket, found.seconds, kind)
-                return found
-            if bucket != KERNELS:  # a build records the misses of its kernels all at once
-                self.counters.missed(bucket, [key])
-            started = time.perf_counter()
-            path, area = self._make(make, self._target(bucket, workspace), workspace)
-            seconds = time.perf_counter() - started
-            meta = self._publish(bucket, key, path, label, seconds)
-        if self._remote is not None:
-            self._remote.offer(bucket, key, path, label, seconds)
-        if meta is not None:
-            return Stored(path, meta.sha256, key.digest, "made", area)
-        return Stored(path, entry.file_digest(path)[0], key.digest, "private", area)
+            else:
+                if bucket != KERNELS:  # a build records the misses of its kernels all at once
+                    self.counters.missed(bucket, [key])
+                found = self._made(bucket, key, make, workspace, label)
+        self._share(bucket, key, found, label)
+        return found
 
     def makers(self) -> list[tuple[str, str]]:
         """See `KernelStore.makers`."""
@@ -304,6 +299,30 @@ class Store:
             self._tracker.use(lambda index: index.forget(bucket, digest), None)
         except OSError:
             self._drop(bucket, digest, "damaged")
+
+    def _made(
+        self, bucket: str, key: Key, make: Callable[[Path], None], workspace: Workspace, label: str
+    ) -> Stored:
+        """A new entry, or a private file where the cache cannot take it."""
+        started = time.perf_counter()
+        path, area = self._make(make, self._target(bucket, workspace), workspace)
+        seconds = time.perf_counter() - started
+        meta = self._publish(bucket, key, path, label, seconds)
+        if meta is not None:
+            return Stored(path, meta.sha256, key.digest, "made", area, seconds)
+        sha256 = entry.file_digest(path)[0]
+        return Stored(path, sha256, key.digest, "private", area, seconds)
+
+    def _share(self, bucket: str, key: Key, found: Stored, label: str = "") -> None:
+        """Stores in the shared tier, if it is written from here, what it may not have."""
+        if self._remote is None or not self._remote.writes or found.remote:
+            return
+        with contextlib.suppress(Damage, OSError):  # of what is only to be told besides
+            place = entry.folder(self.root, bucket, key.digest)
+            label = label or entry.read_meta(place).label
+        self._remote.offer(
+            bucket, key, found.path, label, found.seconds, replace=found.origin != "hit"
+        )
 
     def _from_remote(self, bucket: str, key: Key, workspace: Workspace) -> Stored | None:
         """An entry of the shared tier, which becomes one of this cache."""

@@ -189,6 +189,19 @@ def kernel_cache() -> list[Finding]:
     return [*found, Finding("cache", "ok", text)]
 
 
+def shared_cache() -> list[Finding]:
+    """The shared tier of the cache, where one is named: whether it answers, and who is trusted."""
+    if not os.environ.get("GRAPHC_REMOTE_CACHE"):
+        return []
+    from cache.remote import Remote
+    from cache.remote_files import TierFailed
+
+    try:
+        return [Finding("shared cache", "ok", Remote().state())]
+    except TierFailed as reason:
+        return [Finding("shared cache", "note", str(reason), "builds go on without it")]
+
+
 def processor() -> list[Finding]:
     """CPUs this process may use, and large pages for the arena."""
     usable, all_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
@@ -224,6 +237,7 @@ EXAMINATIONS: tuple[Callable[[], list[Finding]], ...] = (
     compiler,
     instructions,
     kernel_cache,
+    shared_cache,
     processor,
     peak_rates,
 )

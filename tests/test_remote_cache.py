@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from cache.key import Key
 from cache.remote_files import RemoteFiles
 from cache.signed import Refused, decode, encode
 from cache.store import Store
+from cli.doctor import shared_cache
 from graphc.api import Options, build_module
 from graphc.lowering.context import Unit
 from graphc.store import KERNELS, LINKS
@@ -187,6 +189,34 @@ def test_write_back_is_off_unless_asked_for(
         monkeypatch.setenv(remote.WRITE, value)
         assert build(tmp_path / f"cache{value}", "one", library=True).notes == []
     assert objects(tier) == {}
+
+
+def test_what_a_writer_has_already_is_stored_too(
+    tier: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with a warm cache fills a tier that is new; what is there is left as it is."""
+    with monkeypatch.context() as patch:
+        patch.delenv(remote.URL)
+        build(tmp_path / "a", "one", "two", library=True)
+    assert build(tmp_path / "a", "one", library=False).hits == 1
+    first = objects(tier)
+    assert len(first) == 1 and b'"label":"one"' in next(iter(first.values()))
+    assert build(tmp_path / "a", "one", "two", library=True).hits == 2
+    assert {name: data for name, data in objects(tier).items() if name in first} == first
+    assert build(tmp_path / "b", "one", "two", library=True).remote_hits == 2
+
+
+def test_doctor_says_whether_the_tier_is_used(
+    tier: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "a", "one", library=True)
+    (found,) = shared_cache()
+    assert found.state == "ok" and tier in found.text and "of 1 compilers" in found.text
+    monkeypatch.setenv(remote.KEY, "short")
+    (found,) = shared_cache()
+    assert found.state == "note" and "at least 16 bytes" in found.text
+    monkeypatch.delenv(remote.URL)
+    assert shared_cache() == []
 
 
 def test_two_writers_at_once(tier: str, tmp_path: Path, log: Path) -> None:
@@ -418,23 +448,24 @@ def test_a_server_that_stops_during_a_build(
 ) -> None:
     names = [f"k{number}" for number in range(10)]
     build(tmp_path / "a", *names)
-    read, calls = RemoteFiles.read, []
+    second = ThreadedMotoServer("127.0.0.1", 0, verbose=False)  # with the same buckets
+    second.start()
+    monkeypatch.setattr(remote, "LANES", 2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*second.get_host_and_port()))
+    read, calls = RemoteFiles.read, list[str]()
 
     def stops(self: RemoteFiles, name: str) -> bytes | None:
         calls.append(name)
-        if len(calls) > 4:
-            if tier.startswith("s3"):  # as if its port were closed now
-                self._fs = fsspec.filesystem(
-                    "s3", endpoint_url="http://127.0.0.1:9", skip_instance_cache=True,
-                    config_kwargs={"retries": {"max_attempts": 0}},
-                )  # fmt: skip
-            else:
-                self._fs = None
+        if len(calls) == 5:
+            second.stop()
+            if not tier.startswith("s3"):
+                shutil.rmtree(tmp_path / "folder")
+                (tmp_path / "folder").write_text("no folder any more")
         return read(self, name)
 
     monkeypatch.setattr(RemoteFiles, "read", stops)
     report = build(tmp_path / "b", *names)
-    assert report.hits + report.compiled == 10 and 0 < report.remote_hits <= 4
+    assert report.hits + report.compiled == 10 and 0 < report.remote_hits < 10
     assert len(report.notes) == 1 and "left alone" in report.notes[0]
     assert len(calls) < len(names) + remote.LANES
     assert [o.path.read_text().split()[1] for o in report.objects] == names

@@ -189,11 +189,11 @@ class _Build:
         self.store.record_misses([(KERNELS, job.unit.name, job.fields) for job in missing])
         if not require_cached and self.compiler.command:
             return
-        shown = missing[:20]
+        shown = missing[: 20 if require_cached else 5]
         reasons = self.store.why(KERNELS, [job.fields for job in shown])
         lines = [f"{job.unit.name}: {why}" for job, why in zip(shown, reasons, strict=True)]
-        if len(missing) > 20:
-            lines.append(f"and {len(missing) - 20} more")
+        if len(missing) > len(shown):
+            lines.append(f"and {len(missing) - len(shown)} more")
         listed = "\n    ".join(lines)
         if not require_cached:
             count = f"{len(missing)} of {self.total} kernels"

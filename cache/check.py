@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def _differences(root: Path, index: Index, sizes: Sizes, fix: bool) -> Iterator[
         yield Finding(f"the index does not know {digest}", fix)
     for digest in sorted(rows.keys() - sizes.keys()):
         bucket = rows[digest][0]
-        if bucket in PAYLOADS and entry.folder(root, bucket, digest).is_dir():
+        if bucket in PAYLOADS and os.path.isdir(entry.folder(root, bucket, digest)):
             continue  # damaged, reported by `check_entries`
         if fix:
             index.forget(bucket, digest)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cache import manifest
-from cache.folder import discard, own_folder, sync_folder, write_synced
+from cache.folder import discard, own_folder, write_synced
 from cache.key import Key
 from cache.manifest import Meta
 from cache.trust import Distrusted, open_folder, read_file
@@ -58,7 +58,7 @@ def digests(root: Path, bucket: str) -> Iterator[str]:
 def strays(root: Path, bucket: str) -> Iterator[tuple[Path, str]]:
     """What stands in a bucket, or in its place, without being an entry or a trusted folder of
     them; and why."""
-    if not root.is_dir():
+    if not os.path.isdir(root):
         return
     yield from _stray(root / bucket, True)
     for group in _names(root / bucket):
@@ -82,7 +82,7 @@ def _stray(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
 
 
 def _names(path: Path) -> list[str]:
-    if path.is_symlink():
+    if os.path.islink(path):
         return []
     try:
         return sorted(os.listdir(path))
@@ -211,6 +211,9 @@ def _manifest(handle: int, place: Path) -> tuple[Meta, Key]:
 def publish(root: Path, bucket: str, key: Key, payload: Path, label: str, seconds: float) -> Meta:
     """Makes `payload` (which stays where it is) an entry; the caller holds the key's lock.
 
+    The files reach the disk before they get their place, so a power cut damages no entry. It may
+    undo the rename, which is a miss.
+
     Raises:
         OSError: the cache cannot take it; nothing of it is left there.
     """
@@ -220,11 +223,9 @@ def publish(root: Path, bucket: str, key: Key, payload: Path, label: str, second
         sha256, size = _copy_synced(payload, staged / PAYLOADS[bucket])
         meta = Meta(sha256, size, label, round(seconds, 3))
         write_synced(staged / MANIFEST, manifest.encode(meta, key))
-        sync_folder(staged)
         own_folder(root / bucket)
         own_folder(place.parent)
         _into_place(staged, place, root)
-        sync_folder(place.parent)
     finally:
         discard(staged)
     return meta
@@ -267,7 +268,7 @@ def move(place: Path, target: Path) -> None:
     try:
         place.rename(target)
     except PermissionError:
-        if place.is_symlink() or not place.is_dir():
+        if os.path.islink(place) or not os.path.isdir(place):
             raise
         place.chmod(0o700)
         place.rename(target)

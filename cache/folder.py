@@ -68,14 +68,10 @@ def open_root(root: Path) -> str:
         UsageError: the folder could hold code planted by someone else, or is no folder.
     """
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UsageError("expected the cache to be a folder", where=str(root)) from None
-    except OSError as error:  # no place for a cache: everything is a miss, nothing is kept
-        return error.strerror or str(error)
-    try:
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700, parents=True)
         link, status = root.lstat(), root.stat()
-    except OSError as error:
+    except OSError as error:  # no place for a cache: everything is a miss, nothing is kept
         return error.strerror or str(error)
     _trust(root, link, status)
     try:
@@ -170,9 +166,14 @@ def discard(path: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         return
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
+    _remove_tree(path)
+    if os.path.lexists(path):
         _permit(path)
+        _remove_tree(path)
+
+
+def _remove_tree(path: Path) -> None:
+    with contextlib.suppress(OSError):  # ignore_errors does not ignore every one
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -192,14 +193,3 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Waits until the disk has the folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass  # some file systems cannot; the SHA-256 check finds what a crash then loses
-    finally:
-        os.close(handle)

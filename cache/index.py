@@ -17,6 +17,7 @@ import re
 import sqlite3
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class IndexUnavailable(Exception):
 _SOUND = """raw IS 1 AND mode IS 1 AND expire_time IS NULL AND typeof(key) = 'text'
     AND typeof(value) = 'text' AND typeof(filename) = 'text' AND length(key) = 64
     AND substr(filename, instr(filename, '/') + 1) = key AND value = filename || ' ' || size"""
+_SURVEY = f"SELECT count(*), ifnull(sum(size), 0), ifnull(sum(NOT ({_SOUND})), 0) FROM Cache"
 
 
 class Index:
@@ -119,9 +121,11 @@ class Index:
             sqlite_synchronous=0,
             sqlite_mmap_size=0,
         )
-        if cache._sql(f"SELECT 1 FROM Cache WHERE NOT ({_SOUND}) LIMIT 1").fetchall():
+        ((count, size, unsound),) = cache._sql(_SURVEY).fetchall()
+        # entries are evicted by these sums, which triggers keep
+        if unsound or (count, size) != (cache.reset("count"), cache.reset("size")):
             cache.close()
-            raise PickleRefused("a row that graphc did not write")
+            raise PickleRefused("rows or sums that graphc did not write")
         self.file = identity(self._root)
         return cache
 
@@ -155,6 +159,16 @@ class Index:
     def put(self, bucket: str, digest: str, size: int) -> None:
         """Notes an entry, newest of all, and evicts the oldest beyond the limit."""
         self._guard(self._put, f"{bucket}/{digest}", digest, size)
+
+    def fill(self, entries: Iterable[tuple[str, str, int]]) -> None:
+        """Notes (bucket, digest, size) of many entries, the one used longest ago first."""
+
+        def put() -> None:
+            with self._cache.transact():
+                for bucket, digest, size in entries:
+                    self._put(f"{bucket}/{digest}", digest, size)
+
+        self._guard(put)
 
     def _put(self, place: str, digest: str, size: int) -> None:
         spared = self._cache.disk.spared

@@ -40,11 +40,7 @@ def put_aside(root: Path, place: Path, reason: str) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             remove_at(root, place)
-    if (
-        cell is not None
-        and not (cell / place.name).is_symlink()
-        and not (cell / place.name).exists()
-    ):
+    if cell is not None and not os.path.lexists(cell / place.name):
         discard(cell)
     trim(room)
 

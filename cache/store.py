@@ -384,22 +384,24 @@ class Store:
         if not self.writable:
             self._note(f"new kernels are not kept in {self.root}: {self.obstacle}")
             return None
-        meta = None
+        size = path.stat().st_size
         for last in (False, True):
+            # the index first: were a kill to fall between, it would name what is not there, which
+            # the next look-up puts right; an entry that it does not know would never be evicted
+            self._tracker.use(lambda index: index.put(bucket, key.digest, size), None)
             try:
                 meta = entry.publish(self.root, bucket, key, path, label, seconds)
-                break
+                self.counters.made(bucket, key)
+                return meta
             except FileNotFoundError as error:  # somebody removed the whole cache
                 if last or folder.open_root(self.root):
                     self._not_kept(error)
+                    break
             except OSError as error:
                 self._not_kept(error)
                 break
-        if meta is not None:
-            self.counters.made(bucket, key)
-            size = meta.bytes
-            self._tracker.use(lambda index: index.put(bucket, key.digest, size), None)
-        return meta
+        self._tracker.use(lambda index: index.forget(bucket, key.digest), None)
+        return None
 
     def _not_kept(self, error: OSError) -> None:
         self._note(f"new kernels are not kept in {self.root}: {error.strerror}", once="not kept")

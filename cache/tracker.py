@@ -57,7 +57,7 @@ class Tracker:
             index = self._index
             if index is not None and index.current():
                 return index
-            if time.monotonic() < self._resting or not self._root.is_dir():
+            if time.monotonic() < self._resting or not os.path.isdir(self._root):
                 return None
             self._index = self._opened()  # for the first time, or somebody removed it
             return self._index
@@ -125,9 +125,11 @@ class Tracker:
 def _fill(index: Index, root: Path) -> None:
     """Notes every entry that the index does not know, the one used longest ago first."""
     known = index.rows()
-    for _, bucket, digest, size in sorted(_entries(root)):
-        if digest not in known:
-            index.put(bucket, digest, size)
+    index.fill(
+        (bucket, digest, size)
+        for _, bucket, digest, size in sorted(_entries(root))
+        if digest not in known
+    )
 
 
 def _entries(root: Path) -> Iterator[tuple[float, str, str, int]]:

@@ -56,9 +56,12 @@ def open_folder(path: str | Path, above: int | None = None) -> int:
         if error.errno == errno.EACCES:
             raise Distrusted("may not be opened") from None
         raise
-    if reason := distrusted(os.fstat(handle)):
+    try:
+        if reason := distrusted(os.fstat(handle)):
+            raise Distrusted(reason)
+    except BaseException:
         os.close(handle)
-        raise Distrusted(reason)
+        raise
     return handle
 
 

@@ -239,6 +239,7 @@ class TargetBuild:
         start = time.perf_counter()
         self.show("write", 0, 0)
         linked = link(objects.objects, library, compiler, request.store)
+        objects.notes.extend(request.store.drain_notes())
         writer.begin()
         for item in (c for side in sides for c in side.constants):
             writer.add(

@@ -139,6 +139,26 @@ class Store:
             found += [maker for maker in self._remote.makers() if maker not in found]
         return found
 
+    def put(
+        self, bucket: str, fields: Fields, write: Callable[[Path], None], *, label: str,
+        seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        """See `KernelStore.put`."""
+        key = Key(fields)
+        if not self.writable:
+            return
+        with (
+            contextlib.closing(self.workspace()) as area,
+            self._lock(key.digest[:2], lambda: False),
+        ):
+            path = self._target(bucket, area)
+            try:
+                write(path)
+            except OSError as error:
+                self._note(f"{label} is not kept in {self.root}: {error.strerror}")
+                return
+            self._publish(bucket, key, path, label, seconds)
+
     def why(self, bucket: str, keys: Sequence[Fields]) -> list[str]:
         """See `KernelStore.why`."""
         known = Catalogue(self.root, bucket)

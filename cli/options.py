@@ -20,6 +20,9 @@ Command = Callable[..., Any]
 
 #: of a build that is done, not only asked about (`graphc cache why`)
 _WORK_OPTIONS = [
+    click.option(
+        "--fresh", is_flag=True, help="Capture the model anew, whatever earlier builds left."
+    ),
     click.option("--require-cached", is_flag=True, help="Exit 9 instead of compiling anything."),
     click.option("--jobs", type=click.IntRange(1), help="Compiles at the same time [all cores]."),
 ]
@@ -131,6 +134,7 @@ class BuildOptions:
     pass_options: tuple[str, ...] = ()
     quant: tuple[str, ...] = ()
     precision: str = ""
+    fresh: bool = False
     require_cached: bool = False
     jobs: int | None = None
     target: str = "host"
@@ -163,6 +167,7 @@ class BuildOptions:
                 tune=self.tune,
                 quant=self.quant,
                 precision=self.precision,
+                fresh=self.fresh,
                 progress=show,
                 lookups_only=lookups_only,
             )
@@ -194,7 +199,7 @@ class BuildOptions:
                 hint="--bucket, --chunk and --batch say how long prompts and sequences may be",
             )
         check_model(model)
-        from graphc import api, decoders
+        from graphc import api
 
         with progress(quiet) as show:
             options = api.Options(
@@ -212,8 +217,9 @@ class BuildOptions:
                 progress=show,
                 tune=self.tune,
                 lookups_only=lookups_only,
+                fresh=self.fresh,
             )
-            return decoders.build(
+            return api.build_decoder(
                 model, output, options, dtype=self.dtype, chunk=chunk, batch=batch, drafts=drafts
             )
 

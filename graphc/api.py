@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphc.cpu import lacking, told
 from graphc.errors import UsageError
+from graphc.from_cache import captured_graphs, warm_build
 from graphc.garbage import rarely_collected
+from graphc.options import Options as Options
+from graphc.options import Progress as Progress
+from graphc.options import decisive
 from graphc.quantization import OPENS, Quantization, quantization
 from graphc.report import BisectRecord, BuildReport, PassRecord, PrecisionReport, StageRecord
 from graphc.toolchain.isa import Isa, targets
@@ -20,6 +25,7 @@ from graphc.toolchain.isa import Isa, targets
 if TYPE_CHECKING:
     import torch
 
+    from cache.store import Store
     from graphc.builder import Side, Tune
     from graphc.compiled import Compiled
     from graphc.frontends.capture import Captured
@@ -30,8 +36,6 @@ if TYPE_CHECKING:
     from graphc.runtime.calibration import Peaks
     from graphc.shapes import Shapes
 
-Progress = Callable[[str, int, int], None]
-
 #: weights stay plain
 NO_CODES = "coded_linear{enabled=no}"
 
@@ -39,54 +43,6 @@ NO_CODES = "coded_linear{enabled=no}"
 def missing(isa: Isa) -> list[str]:
     """What this machine lacks to run code made for `isa`."""
     return lacking(isa.architecture, isa.features)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a captured graph becomes a plan.
-
-    disable_pass: passes left out, by name. pass_options: "name{key=value}". verify: every pass is
-    checked numerically. dump_passes: folder for the graph after each pass. target: the CPUs to
-    build for (`graphc.toolchain.isa.targets`). jobs: compiler processes at a time. tune: choices
-    that kernels leave open are measured on this machine, or taken from the cache if they were.
-    quant: what is narrowed, words of `graphc.quantization`.
-    precision: what may be narrowed, "index=mxfp8,cache=keep"; roles it leaves out are those of
-    shapes.yaml (`graphc.precision`). lookups_only: the build ends with `LookupsOnly`, which says
-    what it would look up in the cache, before anything is compiled or measured.
-    command: what follows `graphc build` for the same plan; empty where no command can say it.
-    """
-
-    shapes: Path | None = None
-    phase: str | None = None
-    buckets: Sequence[str] = ()
-    disable_pass: Sequence[str] = ()
-    pass_options: Sequence[str] = ()
-    verify: bool = False
-    dump_passes: Path | None = None
-    require_cached: bool = False
-    jobs: int | None = None
-    target: str = "host"
-    progress: Progress | None = None
-    stages: Sequence[StageRecord] = field(default_factory=tuple)
-    tune: bool = False
-    quant: Sequence[str] = ()
-    precision: str = ""
-    lookups_only: bool = False
-    command: Sequence[str] = ()
-
-    def words(self) -> list[str]:
-        """These options as the command line has them, those that decide what the plan is; target
-        and folder apart."""
-        several = (
-            ("--bucket", self.buckets), ("--disable-pass", self.disable_pass),
-            ("--pass", self.pass_options), ("--quant", self.quant),
-        )  # fmt: skip
-        single = (
-            ("--shapes", self.shapes), ("--phase", self.phase), ("--precision", self.precision),
-        )  # fmt: skip
-        words = [word for name, values in several for value in values for word in (name, value)]
-        words += [word for name, value in single if value for word in (name, str(value))]
-        return [*words, *(["--tune"] if self.tune else [])]
 
 
 def memory_planner(steps: Sequence[Step], sizes: Mapping[int, int]) -> PlannedMemory:
@@ -168,13 +124,13 @@ def build_captured(
     records: Sequence[PassRecord] = (),
     policy: Precision | None = None,
     asked: Quantization | None = None,
+    store: Store | None = None,
 ) -> BuildReport:
     """Builds a captured graph (and its captures for other lengths) into the folder `output`; with
     `sides`, these graphs of it (the phases of a decoder), which passes that left `records` made.
     `files` are put beside the plan's own. `policy` is what may be narrowed, `asked` what is to be,
-    if it is not as the options say. Gives the report of the target that runs here, or of the first
-    if none does."""
-    from cache.store import Store
+    if it is not as the options say. `store`: the cache, if the caller has it open. Gives the report
+    of the target that runs here, or of the first if none does."""
     from graphc.builder import For, Request, Side, build_plan
     from graphc.ir.text import print_graph
     from graphc.rewrite import run_passes
@@ -215,20 +171,19 @@ def build_captured(
     def buckets(ranges: Mapping[str, tuple[int, int]]) -> list[Bucket]:
         return table.buckets_for(model, options.phase, ranges, only=list(options.buckets))
 
-    store = Store()
+    with opened_store(store) as cache:
 
-    def tune(isa: Isa) -> Tune | None:
-        if not options.tune:
-            return None
-        from graphc.tuner import Tuner
+        def tune(isa: Isa) -> Tune | None:
+            if not options.tune:
+                return None
+            from graphc.tuner import Tuner
 
-        place = store.root if store.writable else None
-        return Tuner(
-            isa, store, place, options.jobs, options.progress, options.require_cached,
-            measures=not options.lookups_only,
-        ).tune  # fmt: skip
+            place = cache.root if cache.writable else None
+            return Tuner(
+                isa, cache, place, options.jobs, options.progress, options.require_cached,
+                measures=not options.lookups_only,
+            ).tune  # fmt: skip
 
-    try:
         reports = build_plan(
             Request(
                 captured=captured,
@@ -241,7 +196,7 @@ def build_captured(
                     for name, isa in found.items()
                 ],
                 planner=memory_planner,
-                store=store,
+                store=cache,
                 jobs=options.jobs,
                 require_cached=options.require_cached,
                 lookups_only=options.lookups_only,
@@ -255,10 +210,23 @@ def build_captured(
                 command=options.command,
             )
         )
-    finally:
-        store.close()
     here = [r for r, isa in zip(reports, found.values(), strict=True) if not missing(isa)]
     return (here or reports)[0]
+
+
+@contextlib.contextmanager
+def opened_store(store: Store | None = None) -> Iterator[Store]:
+    """The cache: `store`, or one that is open while inside."""
+    from cache.store import Store
+
+    if store is not None:
+        yield store
+        return
+    own = Store()
+    try:
+        yield own
+    finally:
+        own.close()
 
 
 def targets_of(text: str, tune: bool) -> dict[str, Isa]:
@@ -338,6 +306,7 @@ def build(
     tune: bool = False,
     quant: Sequence[str] = (),
     precision: str = "",
+    fresh: bool = False,
     lookups_only: bool = False,
 ) -> BuildReport:
     """Builds a model into the plan folder `output`; gives the report that `inspect` shows.
@@ -348,35 +317,80 @@ def build(
         inputs: types of inputs, "x=f32[1,T,384]"; a name in place of a size is a free length.
         dynamic: ranges "T=1:2048", and names of dimensions "x.1=T".
         dtype: floating-point weights (and example inputs) are converted to it.
-        precision, target, lookups_only: see `Options`.
+        precision, target, fresh, lookups_only: see `Options`.
 
     Raises:
         GraphcError: one of graphc.errors, with what, where and what to do.
     """
-    from graphc.precision import Precision
-
-    # cheap checks of the user's words come before the model is loaded
-    pipeline(disable_pass, [*quantization(quant).pass_options(), *pass_options])
-    Precision.parse(precision)
-    targets_of(target, tune)
-    start = time.perf_counter()
-    if progress is not None:
-        progress("capture", 0, 0)
-    captured, variants, kind, name = _capture(model, inputs or (), dynamic or (), dtype)
-    stages = (StageRecord("capture", time.perf_counter() - start),)
     options = Options(
         shapes, phase, tuple(buckets or ()), tuple(disable_pass), tuple(pass_options), verify,
-        dump_passes, require_cached, jobs, target, progress, stages, tune, tuple(quant), precision,
-        lookups_only,
+        dump_passes, require_cached, jobs, target, progress, (), tune, tuple(quant), precision,
+        fresh, lookups_only,
     )  # fmt: skip
+    front: dict[str, Any] = {
+        "inputs": tuple(inputs or ()),
+        "dynamic": tuple(dynamic or ()),
+        "dtype": dtype,
+    }
     if isinstance(model, str):
-        words = [model, *(word for text in inputs or () for word in ("--input", text))]
-        words += [word for text in dynamic or () for word in ("--dynamic", text)]
+        words = [model, *(word for text in front["inputs"] for word in ("--input", text))]
+        words += [word for text in front["dynamic"] for word in ("--dynamic", text)]
         words += ["--dtype", dtype] if dtype else []
         options = replace(options, command=(*words, *options.words()))
-    return build_captured(
-        captured, Path(output), options, model=name, source=kind, variants=variants
-    )
+    decides = decisive(options, kind="model", **front)
+    with opened_store() as store:
+        warm, done = warm_build(model, output, options, store, decides)
+        if done is not None:
+            return done
+        from graphc.shapes import Shapes
+
+        # cheap checks of the user's words come before the model is loaded
+        precision_policy(Shapes.load(options.shapes), options)
+        targets_of(target, tune)
+        start = time.perf_counter()
+        if progress is not None:
+            progress("capture", 0, 0)
+        captured, variants, kind, name = captured_graphs(
+            warm, lambda: _capture(model, **front), front
+        )
+        stages = (StageRecord("capture", time.perf_counter() - start),)
+        report = build_captured(
+            captured, Path(output), replace(options, stages=stages), model=name,
+            source=kind, variants=variants, store=store,
+        )  # fmt: skip
+        if warm is not None:
+            warm.keep_plan(Path(output), decides, report.compile.compiler)
+        return report
+
+
+def build_decoder(
+    model: str | torch.nn.Module,
+    output: Path,
+    options: Options | None = None,
+    *,
+    dtype: str | None = None,
+    chunk: int | None = None,
+    batch: int | None = None,
+    sequences: int | None = None,
+    drafts: int | None = None,
+) -> BuildReport:
+    """Builds a causal language model with its states, as `graphc.decoders.build` does, out of what
+    the cache has of it."""
+    options = options or Options()
+    sizes: dict[str, Any] = {
+        "dtype": dtype, "chunk": chunk, "batch": batch, "sequences": sequences, "drafts": drafts,
+    }  # fmt: skip
+    decides = decisive(options, kind="decoder", named=str(model), **sizes)
+    with opened_store() as store:
+        warm, done = warm_build(model, output, options, store, decides)
+        if done is not None:
+            return done
+        from graphc import decoders
+
+        report = decoders.build(model, output, options, **sizes, warm=warm, store=store)
+        if warm is not None:
+            warm.keep_plan(output, decides, report.compile.compiler)
+        return report
 
 
 def _capture(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import structs
@@ -29,7 +30,9 @@ from graphc.api import (
 )
 from graphc.builder import Side
 from graphc.errors import CaptureError, UsageError
-from graphc.frontends.capture import Captured, capture
+from graphc.from_cache import AFRESH
+from graphc.frontends.capture import Captured, capture, noted
+from graphc.frontends.decoder.facts import DecoderFacts
 from graphc.frontends.decoder.resolve import opened_decoder
 from graphc.frontends.decoder.stateful import StatefulDecoder
 from graphc.frontends.huggingface import tokenizer_text
@@ -37,11 +40,17 @@ from graphc.garbage import rarely_collected
 from graphc.ir.graph import Graph, Value
 from graphc.ir.specialise import specialise
 from graphc.lowering.classify import native_operators
+from graphc.options import decisive
 from graphc.plan import DecoderPlan
 from graphc.quantization import quantization
 from graphc.report import BuildReport, PassRecord, StageRecord
 from graphc.rewrite import run_passes
 from graphc.shapes import Bucket, Shapes
+
+if TYPE_CHECKING:
+    from cache.store import Store
+    from graphc.warm.builds import Warm
+    from graphc.warm.captures import Kept
 
 #: what a state holds while the model is traced; the plan's own sizes come afterwards
 TRACED_PAGES, TRACED_SLOTS = 13, 5
@@ -90,16 +99,33 @@ class Phases:
 
 @dataclass(frozen=True)
 class Traced:
-    """A model that is captured for all lengths, for any number of builds."""
+    """A model that is captured for all lengths, for any number of builds. `text` says how text
+    becomes tokens, `files` are those it takes."""
 
     name: str
-    decoder: StatefulDecoder
+    decoder: DecoderFacts
     captures: tuple[Captured, ...]
     limits: Limits
     buckets: Mapping[str, int]
     seconds: float
     text: str
     files: Mapping[str, str]
+
+    def plain(self) -> dict[str, Any]:
+        """All but the captures, as JSON; `of_kept` reads it back."""
+        return {
+            "name": self.name, "decoder": self.decoder.plain(), "limits": asdict(self.limits),
+            "buckets": dict(self.buckets), "text": self.text, "files": dict(self.files),
+        }  # fmt: skip
+
+    @staticmethod
+    def of_kept(kept: Kept, seconds: float) -> Traced:
+        """What an earlier build left in the cache."""
+        data = kept.extra
+        return Traced(
+            data["name"], DecoderFacts.of_plain(data["decoder"]), kept.captures,
+            Limits(**data["limits"]), data["buckets"], seconds, data["text"], data["files"],
+        )  # fmt: skip
 
 
 @rarely_collected()
@@ -113,6 +139,8 @@ def build(
     batch: int | None = None,
     sequences: int | None = None,
     drafts: int | None = None,
+    warm: Warm | None = None,
+    store: Store | None = None,
 ) -> BuildReport:
     """Builds a causal language model with its states into the plan folder `output`.
 
@@ -124,6 +152,8 @@ def build(
         batch: the most sequences of one decode [8].
         sequences: how many at full length the states have room for [batch].
         drafts: the most tokens whose successors one verify scores, 2 and more [no such phase].
+        warm: what the cache has of the model (`graphc.api.build_decoder` looks there).
+        store: the cache, if it is open.
 
     Raises GraphcError: one of graphc.errors, with what, where and what to do.
     """
@@ -137,20 +167,46 @@ def build(
         options = replace(options, command=(model, "--generate", *words, *options.words()))
     most = batch or BATCH
     limits = Limits(chunk or CHUNK, most, 0, sequences or most, drafts or 0)
-    return build_traced(trace(model, options, limits, dtype=dtype), output, options)
+    traced = trace(model, options, limits, dtype=dtype, warm=warm)
+    return build_traced(traced, output, options, store=store)
 
 
 @rarely_collected()
 def trace(
-    model: str | torch.nn.Module, options: Options, limits: Limits, *, dtype: str | None = None
-) -> Traced:
-    """The model's captures. limits: a context, unless it is 0, bounds the buckets that are taken
-    where `options` asks for none; it becomes that of the largest bucket, and a chunk is no longer
-    than that. Arguments and errors otherwise as `build`."""
-    table = Shapes.load(options.shapes)
+    model: str | torch.nn.Module, options: Options, limits: Limits, *, dtype: str | None = None,
+    warm: Warm | None = None,
+) -> Traced:  # fmt: skip
+    """The model's captures, out of the cache where they are there. limits: a context, unless it is
+    0, bounds the buckets that are taken where `options` asks for none; it becomes that of the
+    largest bucket, and a chunk is no longer than that. Arguments and errors otherwise as `build`.
+    """
     clock = time.perf_counter()
     if options.progress is not None:
         options.progress("capture", 0, 0)
+    if warm is None:
+        return _trace(model, options, limits, dtype)
+    wanted = decisive(Options(shapes=options.shapes, buckets=options.buckets))
+    key = {
+        **wanted, "kind": "decoder", "limits": asdict(limits), "dtype": dtype,
+        "kept whole": sorted(native_operators()),
+    }  # fmt: skip
+    kept = warm.captures(key)
+    if kept is not None:
+        return Traced.of_kept(kept, time.perf_counter() - clock)
+    with warm.observing():
+        traced = _trace(model, options, limits, dtype)
+    warm.keep_captures(key, traced.captures, traced.plain(), traced.seconds)
+    if warm.reason:
+        first = noted(traced.captures[0], AFRESH.format(warm.reason))
+        traced = replace(traced, captures=(first, *traced.captures[1:]))
+    return traced
+
+
+def _trace(
+    model: str | torch.nn.Module, options: Options, limits: Limits, dtype: str | None
+) -> Traced:
+    table = Shapes.load(options.shapes)
+    clock = time.perf_counter()
     with opened_decoder(model, dtype=dtype, pages=TRACED_PAGES, slots=TRACED_SLOTS) as found:
         decoder, longest = found
         most = min(longest, limits.context or longest)
@@ -162,17 +218,19 @@ def trace(
         _check(limits)
         captures = _captures(decoder, limits, native_operators())
         text, files = _text(model, decoder)
+        facts = DecoderFacts.of(decoder)
     name = Path(model).name if isinstance(model, str) else type(model).__name__
     seconds = time.perf_counter() - clock
-    return Traced(name, decoder, captures, limits, buckets, seconds, text, files)
+    return Traced(name, facts, captures, limits, buckets, seconds, text, files)
 
 
 @rarely_collected()
 def build_traced(
-    traced: Traced, output: Path, options: Options, watch: Watch | None = None
-) -> BuildReport:
+    traced: Traced, output: Path, options: Options, watch: Watch | None = None,
+    store: Store | None = None,
+) -> BuildReport:  # fmt: skip
     """Builds a plan of what `trace` captured, for the same buckets. watch: the plan also gives the
-    values that it names, beside the scores. Errors as `build`."""
+    values that it names, beside the scores. store: the cache, if it is open. Errors as `build`."""
     asked = quantization(options.quant)
     policy = precision_policy(Shapes.load(options.shapes), options)
     decoder = traced.decoder
@@ -210,6 +268,7 @@ def build_traced(
         files=traced.files,
         records=records,
         policy=policy,
+        store=store,
     )  # fmt: skip
 
 
@@ -262,11 +321,12 @@ def capture_decoder(
     Raises:
         CaptureError: it cannot be traced for all lengths.
     """
-    return _phase_graphs(_captures(decoder, limits, keep), decoder, limits, prepare)
+    captures = _captures(decoder, limits, keep)
+    return _phase_graphs(captures, DecoderFacts.of(decoder), limits, prepare)
 
 
 def _phase_graphs(
-    captures: Sequence[Captured], decoder: StatefulDecoder, limits: Limits,
+    captures: Sequence[Captured], decoder: DecoderFacts, limits: Limits,
     prepare: Callable[[Graph], Graph],
 ) -> Phases:  # fmt: skip
     """The graphs of a decoder's phases."""
@@ -315,7 +375,7 @@ def _phases(limits: Limits) -> dict[str, dict[str, tuple[int, int]]]:
     return made
 
 
-def _columns(decoder: StatefulDecoder, limits: Limits) -> int:
+def _columns(decoder: DecoderFacts, limits: Limits) -> int:
     """The most pages of a sequence; at least as an example has."""
     return max(3, -(-limits.context // decoder.page))
 
@@ -325,7 +385,7 @@ def _captures(
 ) -> tuple[Captured, ...]:
     """Captures that hold for all lengths together: where a model takes the least of a number and
     the length, one holds below it and another beyond it."""
-    columns = _columns(decoder, limits)
+    columns = _columns(DecoderFacts.of(decoder), limits)
     batch = Dim("B", min=1, max=max(2, limits.batch))
     length = Dim("T", min=1, max=max(5, limits.chunk))  # five, as an example has
     shapes = {

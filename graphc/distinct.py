@@ -21,7 +21,7 @@ class Distinct(Generic[T]):
     def find(self, data: memoryview, kind: Hashable = None) -> T | None:
         """What was noted for the same bytes of the same kind."""
         for other, noted in self._known.get(_key(data, kind), ()):
-            if _equal(data, other):
+            if equal_bytes(data, other):
                 return noted
         return None
 
@@ -36,7 +36,8 @@ def _key(data: memoryview, kind: Hashable) -> Hashable:
     return kind, size, *(bytes(data[start : start + _SAMPLE]) for start in starts)
 
 
-def _equal(a: memoryview, b: memoryview) -> bool:
+def equal_bytes(a: memoryview, b: memoryview) -> bool:
+    """Whether two contents of the same size are the same."""
     # as bytes: views are compared item by item
     return all(
         bytes(a[i : i + _PIECE]) == bytes(b[i : i + _PIECE]) for i in range(0, a.nbytes, _PIECE)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,6 +23,7 @@ from graphc.plan_io import (
     Payload,
     digest,
     file_digest,
+    open_plan,
     own,
     safe_name,
     with_files,
@@ -116,7 +118,22 @@ def write_plans(
     plan or the new one. Raises UsageError if the destination holds something else; OSError (disk
     full, read-only) leaves the old plan in place.
     """
-    folder = Path(folder).absolute()
+    with _taking_place(Path(folder)) as work:
+        return _write_files(work, plans, shared or {}, command)
+
+
+def copy_plan(source: Path, folder: Path) -> None:
+    """Writes the plan at `source`, which is whole, into another folder, as `write_plans` does."""
+    with _taking_place(folder) as work:
+        for name in (*open_plan(source).manifest.files, MANIFEST):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, work / name)
+
+
+@contextlib.contextmanager
+def _taking_place(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of the plan at `folder` at the end of the `with` block."""
+    folder = folder.absolute()
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file())
     ):
@@ -129,7 +146,7 @@ def write_plans(
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         work.chmod(0o755)
-        made = _write_files(work, plans, shared or {}, command)
+        yield work
         old = None
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
@@ -145,7 +162,6 @@ def write_plans(
                 shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return made
 
 
 def _write_files(

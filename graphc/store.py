@@ -17,8 +17,11 @@ Fields = tuple[tuple[str, str], ...]
 
 #: buckets of the cache and the file name of their payload. A change of what a bucket holds gets a
 #: new version in its name: that drops this bucket and no other.
-PAYLOADS = {"kernels-v2": "object.o", "links-v2": "library.so", "pch-v2": "prelude.pch"}
-KERNELS, LINKS, PCH = PAYLOADS
+PAYLOADS = {
+    "kernels-v2": "object.o", "links-v2": "library.so", "pch-v2": "prelude.pch",
+    "graphs-v1": "graph.safetensors", "observed-v1": "observed.json", "builds-v1": "build.json",
+}  # fmt: skip
+KERNELS, LINKS, PCH, GRAPHS, OBSERVED, BUILDS = PAYLOADS
 
 
 class NoSpaceError(UsageError):
@@ -86,6 +89,14 @@ class KernelStore(Protocol):
 
     def makers(self) -> list[tuple[str, str]]:
         """(identity, target) of each compiler that made a library in the cache, most first."""
+        ...
+
+    def put(
+        self, bucket: str, fields: Fields, write: Callable[[Path], None], *, label: str,
+        seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Publishes the file that `write(path)` writes, in place of what has this key now. A cache
+        that cannot take it keeps what it had. Errors of `write` other than OSError pass through."""
         ...
 
     def why(self, bucket: str, keys: Sequence[Fields]) -> list[str]:

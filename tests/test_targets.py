@@ -163,6 +163,7 @@ def test_damage_matters_to_the_target_that_has_it(
     damaged = plan / "x86-64-v3" / name
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 8
+    damaged.unlink()  # this process has the library of before mapped
     damaged.write_bytes(content if name != "work.json" else content[:-1])
     with pytest.raises(DamagedError, match=f"x86-64-v3/{name}") as caught:
         graphc.load(plan)

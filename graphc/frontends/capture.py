@@ -49,7 +49,8 @@ class Captured:
     `positional_names` are forward's parameter names of the positional arguments.
     `requested` gives each named length's range as the user asked for it (the proven one is in
     graph.symbols); `notes` say where the two differ.
-    `result_names` names each result leaf.
+    `result_names` names each result leaf. `out_spec` is torch's tree of the results, None where the
+    graph was read back from a file.
     """
 
     graph: Graph
@@ -62,6 +63,11 @@ class Captured:
     notes: tuple[str, ...] = ()
     requested: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     result_names: tuple[str, ...] = ()
+
+
+def noted(captured: Captured, note: str) -> Captured:
+    """With one more note for the user."""
+    return replace(captured, notes=(*captured.notes, note))
 
 
 class _Opaque(TorchFunctionMode):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -67,17 +67,26 @@ _TYPE = re.compile(r"^(\w+)\[([^\]]*)\](?:@\[([^\]]*)\])?$")
 _SCALAR = re.compile(r"^(int|float|bool|NoneType)(?:\((.*)\))?$")
 
 
-def parse_graph(text: str, tensors: Mapping[str, torch.Tensor] | None = None) -> Graph:
+#: name, location and module of a node
+Origin = tuple[str, str, str]
+
+
+def parse_graph(
+    text: str, tensors: Mapping[str, torch.Tensor] | None = None,
+    origins: Sequence[Origin] | None = None,
+) -> Graph:  # fmt: skip
     """The graph behind a text.
 
     Args:
         tensors: contents of weights and states by name; what is not given is zeros.
+        origins: of each node, for a text that was printed here and is known to be whole: its types
+            are taken as they are written.
 
     Raises:
         UsageError: the text is no graph, or a written type is not the inferred one; with the
             line number, what was written and what was inferred.
     """
-    parser = _Parser(tensors or {})
+    parser = _Parser(tensors or {}, origins)
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
         if not line or line.startswith("#"):
@@ -121,8 +130,10 @@ def parse_type(text: str, symbols: Mapping[str, Symbol] | None = None) -> Type:
 
 
 class _Parser:
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], origins: Sequence[Origin] | None
+    ) -> None:
+        self.tensors, self.origins = tensors, origins
         self.symbols: dict[str, Symbol] = {}
         self.values: dict[int, Value] = {}
         self.leaves: dict[str, dict[Value, torch.Tensor]] = {"weight": {}, "state": {}}
@@ -203,11 +214,16 @@ class _Parser:
         op = find_operator(head)
         args, kwargs = self.reader.arguments(call[len(head) :])
         written = [self._result(part) for part in _split(left)] if equals else []
-        types = _checked(
-            TypeContext.of(self.symbols, self.guards), op, args, kwargs, [t for _, t in written]
-        )
-        name = f"v{written[0][0]}" if written else f"call{len(self.nodes)}"
-        node = make_node(op, args, kwargs, name, types)
+        types = [t for _, t in written]
+        if self.origins is None:
+            types = _checked(TypeContext.of(self.symbols, self.guards), op, args, kwargs, types)
+            name = f"v{written[0][0]}" if written else f"call{len(self.nodes)}"
+            node = make_node(op, args, kwargs, name, types)
+        elif len(self.nodes) < len(self.origins):
+            node = make_node(op, args, kwargs, self.origins[len(self.nodes)][0], types,
+                             *self.origins[len(self.nodes)][1:])  # fmt: skip
+        else:
+            raise UsageError(f"expected {len(self.origins)} nodes, found more")
         self.nodes.append(node)
         for (number, _), value in zip(written, node.outputs, strict=True):
             self._define(number, value)

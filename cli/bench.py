@@ -16,6 +16,7 @@ from cli.peers import GRAPHC, PEERS, REFERENCE
 from cli.race import cores, prepare, race
 from cli.render import duration, print_json, print_table, size
 from cli.run import split_inputs
+from cli.targets import must_run
 from graphc.errors import UsageError
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -63,6 +64,7 @@ def bench(
     dtype = options["dtype"]
     options["dtype"] = _DTYPES.get(dtype, dtype)
     build = BuildOptions(**options, inputs=types)
+    must_run(build.target)
     with tempfile.TemporaryDirectory(prefix="graphc-bench-") as folder:
         result = _measure(
             Path(folder), model, build, wanted, values, lengths, rounds, seconds, threads, as_json

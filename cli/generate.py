@@ -11,6 +11,7 @@ from cli.measure import peak_memory, since_process_start
 from cli.options import BuildOptions, build_options, decoder_options
 from cli.plans import is_plan, plan_place, unbundled
 from cli.render import duration, print_json
+from cli.targets import must_run
 from graphc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def generate(
     folder = unbundled(Path(plan_or_model))
     if not is_plan(folder):
         build = BuildOptions(**options)
+        must_run(build.target)
         folder = plan_place(plan_or_model, ("generate", build, chunk, batch))
         folder.parent.mkdir(parents=True, exist_ok=True)
         build.build_decoder(plan_or_model, folder, chunk=chunk, batch=batch, quiet=as_json)

@@ -14,6 +14,7 @@ import msgspec
 from cli.options import BuildOptions, check_model
 from cli.progress import progress
 from cli.render import print_json, print_table
+from cli.targets import must_run
 from cli.tokens import Tokens
 from graphc.errors import NumericsError, UsageError
 
@@ -96,6 +97,7 @@ def run(
     def told(folder: Path, decoder: Decoder) -> tuple[NDArray[np.int64], str]:
         return read_text(text, folder, decoder)
 
+    must_run(build.target)
     question = judge.Question(model, build.dtype, build.quant, tokens or judge.TOKENS)
     with progress(quiet) as show, tempfile.TemporaryDirectory(prefix="graphc-quality-") as folder:
         options = Options(

@@ -15,6 +15,7 @@ from cli.measure import median, peak_memory, since_process_start
 from cli.options import BuildOptions, build_options
 from cli.plans import is_plan, plan_place, unbundled
 from cli.render import bucket_line, compiled, duration, print_json, size
+from cli.targets import must_run
 from graphc.errors import UsageError
 from graphc.plan import Plan
 from graphc.report import CompileRecord
@@ -73,6 +74,7 @@ def run(
     if not is_plan(folder):
         if folder.is_dir() and not any(folder.glob("*.json")):
             raise UsageError("no plan found", where=plan_or_model, hint="make one: graphc build")
+        must_run(build.target)
         types, inputs = split_inputs(inputs)
         build = replace(build, inputs=types)
         folder = plan_place(plan_or_model, build)

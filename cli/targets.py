@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cli.render import size
-from graphc.cpu import lacking
+from graphc.cpu import lacking, told
+from graphc.errors import UsageError
 
 if TYPE_CHECKING:
     from cli.plans import PlanFolder
@@ -32,6 +33,25 @@ def targets(folder: PlanFolder) -> list[dict[str, object]]:
             }
         )
     return made
+
+
+def must_run(text: str) -> None:
+    """Refuses targets that are to run here at once, if none can, before anything is built.
+
+    Raises UsageError, also for words that are no targets.
+    """
+    from graphc.toolchain import isa
+
+    found = isa.targets(text)
+    lacks = {name: lacking(level.architecture, level.features) for name, level in found.items()}
+    if all(lacks.values()):
+        name, missing = list(lacks.items())[-1]
+        raise UsageError(
+            f"expected a target that runs here, found {name!r}: {told()} lacks "
+            f"{', '.join(missing)}",
+            where="--target",
+            hint="graphc build makes plans for other machines",
+        )
 
 
 def print_targets(folder: PlanFolder, line: str) -> None:

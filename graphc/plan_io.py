@@ -58,6 +58,7 @@ class Payload(msgspec.Struct, frozen=True):
 class _Versions(msgspec.Struct, frozen=True):
     format: int = -1
     abi: int = -1
+    version: str = "?"
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -264,14 +265,16 @@ def _check_versions(payload: bytes, where: str, manifest: Manifest | None = None
         except msgspec.DecodeError:
             return
     else:
-        found = _Versions(manifest.format, manifest.abi)
+        found = _Versions(manifest.format, manifest.abi, manifest.version)
     for what, wanted, number in (
         ("format", FORMAT_VERSION, found.format),
         ("kernel ABI", ABI_VERSION, found.abi),
     ):
         if wanted != number:
             raise PlanMismatchError(
-                f"expected plan {what} {wanted}, found {number}", where=where, hint=_REBUILD
+                f"expected plan {what} {wanted}, found {number}, of graphc {found.version}",
+                where=where,
+                hint=_REBUILD,
             )
 
 

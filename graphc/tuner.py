@@ -111,7 +111,7 @@ class Tuner:
         """The values by key for every choice in `graph`, and what is to be told about them.
         lengths: values of all symbols that inputs bind, one entry per bucket."""
         code = kernels_digest()
-        known = read_table(self.folder, code)
+        known = read_table(self.folder, self.isa, code)
         made: dict[str, Winner] = {}
         asked: dict[str, Choice] = {}
         seen: set[str] = set()
@@ -128,7 +128,7 @@ class Tuner:
             seen.update(keys)
             made |= self._measure(graph, lengths, winners, {k: probe.asked[k] for k in keys})
         if made:
-            write_table(self.folder, code, made)
+            write_table(self.folder, self.isa, code, made)
         values = {key: w.value for key, w in (known | made).items() if key in asked}
         return values, [
             _record(key, choice, (known | made)[key], key not in made)
@@ -383,27 +383,29 @@ def kernels_digest() -> str:
     return hasher.hexdigest()[:24]
 
 
-def _file(folder: Path) -> Path:
-    return folder / FOLDER / f"{key_digest(cpu_key())}.json"
+def _file(folder: Path, isa: Isa) -> Path:
+    key = {**cpu_key(), "code": " ".join((isa.level, *isa.features))}
+    return folder / FOLDER / f"{key_digest(key)}.json"
 
 
-def read_table(folder: Path | None, code: str) -> dict[str, Winner]:
-    """This CPU's winners for kernels of this digest; none if there is no readable file."""
+def read_table(folder: Path | None, isa: Isa, code: str) -> dict[str, Winner]:
+    """This CPU's winners for kernels of this digest, made for `isa`; none if there is no readable
+    file."""
     if folder is None:
         return {}
     try:
-        table = msgspec.json.decode(_file(folder).read_bytes(), type=Table)
+        table = msgspec.json.decode(_file(folder, isa).read_bytes(), type=Table)
     except (OSError, msgspec.DecodeError):
         return {}
     return table.winners if (table.format, table.code) == (FORMAT, code) else {}
 
 
-def write_table(folder: Path | None, code: str, winners: Mapping[str, Winner]) -> None:
+def write_table(folder: Path | None, isa: Isa, code: str, winners: Mapping[str, Winner]) -> None:
     """Adds winners to the file, atomically. A folder that cannot be written keeps nothing."""
     if folder is None:
         return
-    path = _file(folder)
-    table = Table(code, {**read_table(folder, code), **winners})
+    path = _file(folder, isa)
+    table = Table(code, {**read_table(folder, isa, code), **winners})
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path) as file:

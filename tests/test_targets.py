@@ -140,6 +140,32 @@ def test_refused_with_the_command_that_mends_it(
     right(plan, "x86-64-v3")
 
 
+@pytest.mark.skipif("x86-64-v3" not in HERE, reason="this CPU has no AVX2")
+def test_what_is_to_run_here_is_refused_before_it_is_built(
+    net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def built(*args: Any, **keywords: Any) -> None:
+        raise AssertionError("it was built")
+
+    monkeypatch.setenv("GRAPHC_CPU", "x86-64-v3")
+    monkeypatch.setattr("cli.options.BuildOptions.build", built)
+    for command in ("run", "bench"):
+        assert main([command, net, "--target", "x86-64-v4"]) == 2
+        told = capsys.readouterr().err
+        assert "expected a target that runs here, found 'x86-64-v4'" in told and "avx512f" in told
+
+
+@pytest.mark.skipif("x86-64-v3" not in HERE, reason="this CPU has no AVX2")
+def test_a_bundle_carries_all_targets(
+    both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "both.graphc"
+    assert main(["bundle", str(both), "-o", str(file)]) == 0
+    for level in [name for name in HERE if name >= "x86-64-v3"]:
+        monkeypatch.setenv("GRAPHC_CPU", level)
+        right(file, level)
+
+
 def test_no_target_fits(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHC_CPU", "host,-fma,-avx2")
     with pytest.raises(PlanMismatchError) as caught:

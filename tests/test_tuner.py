@@ -21,9 +21,11 @@ from graphc.lowering.tuning import Choice, Tuning
 from graphc.plan_io import read_plan
 from graphc.report import BuildReport
 from graphc.runtime.session import load
+from graphc.toolchain.isa import Isa
 from graphc.tuner import Winner, interleaved, read_table, step_plan, write_table
 from tests.built import Call
 
+ISA = Isa("avx512", "x86_64", ())
 CHOICE = Choice("demo.rows", (84, 168), 84)
 
 
@@ -49,17 +51,18 @@ def test_remembered_for_this_cpu_and_these_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Winner(168, {"84": 2.0, "168": 1.0}), Winner("packed", {"packed": 1.0})
-    assert read_table(tmp_path, "code") == {}
-    write_table(tmp_path, "code", {"a": first})
-    write_table(tmp_path, "code", {"b": second})
-    assert read_table(tmp_path, "code") == {"a": first, "b": second}
-    assert read_table(tmp_path, "other code") == {}
-    write_table(tmp_path, "other code", {"c": first})
-    assert read_table(tmp_path, "other code") == {"c": first}
+    assert read_table(tmp_path, ISA, "code") == {}
+    write_table(tmp_path, ISA, "code", {"a": first})
+    write_table(tmp_path, ISA, "code", {"b": second})
+    assert read_table(tmp_path, ISA, "code") == {"a": first, "b": second}
+    assert read_table(tmp_path, ISA, "other code") == {}
+    write_table(tmp_path, ISA, "other code", {"c": first})
+    assert read_table(tmp_path, ISA, "other code") == {"c": first}
+    assert read_table(tmp_path, Isa("avx2", "x86_64", ()), "other code") == {}
     monkeypatch.setattr(graphc.tuner, "cpu_key", lambda: {"cpu": "another"})
-    assert read_table(tmp_path, "other code") == {}
-    assert read_table(None, "code") == {}
-    write_table(None, "code", {"a": first})
+    assert read_table(tmp_path, ISA, "other code") == {}
+    assert read_table(None, ISA, "code") == {}
+    write_table(None, ISA, "code", {"a": first})
 
 
 def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """Cache entries in one file, to carry them to another machine.
 
-A bundle is a ZIP archive without compression: for each entry `<bucket>/<digest>/` with the payload,
-manifest, just as in the cache. Import verifies every name, digest and size before it
-publishes the first entry. The digests prove that a bundle is whole, not who made it: kernels are
-code, so import only what you would run.
+A bundle is a ZIP archive without compression: for each entry `<bucket>/<digest>/` with payload and
+manifest, just as in the cache; and what `graphc build --tune` measured, a file a CPU, so that a
+tuned build finds the same kernels. Import verifies every name, digest and size before it publishes
+the first entry. The digests prove that a bundle is whole, not who made it: kernels are code, so
+import only what you would run.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache import entry, manifest
+import msgspec
+
+from cache import entry, folder, manifest
 from cache.entry import Damage
 from cache.key import Key
 from cache.manifest import Meta
 from cache.store import Store
+from cache.trust import Distrusted, read_file
 from cache.workspace import Area
 from graphc.errors import DamagedError, UsageError
 from graphc.files import replacing
@@ -31,6 +35,10 @@ from graphc.store import KERNELS, LINKS, PAYLOADS
 #: a precompiled header is large, and some compilers refuse it on another machine
 CARRIED = (KERNELS, LINKS)
 _NAME = re.compile(r"([a-z]+-v\d+)/([0-9a-f]{64})/([a-z]+\.[a-z]+)")
+_FAMILIES = {bucket.partition("-v")[0] for bucket in CARRIED}
+#: measurements by CPU, which whoever tunes reads and writes (graphc.tuner)
+_TABLES = "tuning-v1"
+_TABLE = re.compile(_TABLES + r"/[0-9a-f]{8,64}\.json")
 #: what zipfile raises on archives that are cut, garbled or encrypted
 _UNREADABLE = (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
                struct.error, OSError, Damage)  # fmt: skip
@@ -81,6 +89,8 @@ def export_bundle(store: Store, output: Path, only: Collection[str] | None = Non
                         info = zipfile.ZipInfo(f"{bucket}/{digest}/{name}", _EPOCH)
                         archive.writestr(info, content)
                     entries, total = entries + 1, total + meta.bytes
+            for path in sorted((store.root / _TABLES).glob("*.json")) if only is None else ():
+                archive.writestr(zipfile.ZipInfo(f"{_TABLES}/{path.name}", _EPOCH), _text(path))
     except OSError as error:
         raise _unwritable(error, output) from None
     return Counts(entries, total, skipped)
@@ -105,7 +115,7 @@ def import_bundle(store: Store, source: Path) -> Counts:
 
     Raises:
         DamagedError: something in the bundle is not what its digests say; nothing was imported.
-        UsageError: there is no such file, or the cache cannot be written.
+        UsageError: there is no such file, it is of another version, or the cache cannot be written.
     """
     if not store.writable:
         raise UsageError(f"the cache cannot be written: {store.obstacle}", where=str(store.root))
@@ -114,11 +124,13 @@ def import_bundle(store: Store, source: Path) -> Counts:
             zipfile.ZipFile(source) as archive,
             contextlib.closing(Area(store.root / "tmp")) as area,
         ):
-            verified = list(_verified(archive, area.path))
+            verified, tables = list(_verified(archive, area.path)), _tables(archive)
             counts = [
                 (meta.bytes, store.adopt(bucket, key, payload, meta.label, meta.seconds))
                 for bucket, key, meta, payload in verified
             ]
+            for name, data in tables.items():
+                _keep(store.root / name, data)
     except FileNotFoundError:
         raise UsageError("expected a bundle, found no such file", where=str(source)) from None
     except IsADirectoryError:
@@ -161,7 +173,14 @@ def _verified(archive: zipfile.ZipFile, area: Path) -> Iterator[tuple[str, Key, 
 def _grouped(archive: zipfile.ZipFile) -> dict[tuple[str, str], dict[str, zipfile.ZipInfo]]:
     groups: dict[tuple[str, str], dict[str, zipfile.ZipInfo]] = {}
     for info in archive.infolist():
+        if _TABLE.fullmatch(info.filename):
+            continue
         match = _NAME.fullmatch(info.filename)
+        if match and match[1] not in CARRIED and match[1].partition("-v")[0] in _FAMILIES:
+            raise UsageError(
+                f"expected {', '.join(CARRIED)} in the bundle, found {match[1]}",
+                hint="it was exported by another version of graphc: export it again",
+            )
         if match is None or match[1] not in CARRIED or info.compress_type != zipfile.ZIP_STORED:
             raise Damage(f"unexpected member {info.filename!r}")
         members = groups.setdefault((match[1], match[2]), {})
@@ -169,6 +188,32 @@ def _grouped(archive: zipfile.ZipFile) -> dict[tuple[str, str], dict[str, zipfil
             raise Damage(f"member {info.filename!r} is there twice")
         members[match[3]] = info
     return groups
+
+
+def _tables(archive: zipfile.ZipFile) -> dict[str, bytes]:
+    tables: dict[str, bytes] = {}
+    for info in archive.infolist():
+        if _TABLE.fullmatch(info.filename):
+            if info.filename in tables:
+                raise Damage(f"member {info.filename!r} is there twice")
+            tables[info.filename] = _read(archive, info)
+            msgspec.json.decode(tables[info.filename], type=dict)
+    return tables
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return read_file(path)
+    except Distrusted as reason:
+        raise UsageError(f"{_TABLES}/{path.name} {reason}", where=str(path)) from None
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Writes a table, unless this CPU has measured for itself."""
+    folder.own_folder(path.parent)
+    if not path.exists():
+        with replacing(path) as file:
+            file.write(data)
 
 
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:

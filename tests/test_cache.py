@@ -676,6 +676,34 @@ def test_a_bundle_carries_all_hits(bundle: Path, tmp_path: Path) -> None:
     assert other.check() == []
 
 
+def test_a_bundle_of_another_version_is_told_from_damage(bundle: Path, tmp_path: Path) -> None:
+    rewrite(bundle, lambda n, d: [(n.replace(KERNELS, "kernels-v0"), d)])
+    with pytest.raises(UsageError, match="found kernels-v0"):
+        import_bundle(Store(tmp_path / "other"), bundle)
+
+
+def test_a_bundle_carries_what_was_tuned(tmp_path: Path) -> None:
+    store = Store()
+    build(store, "one")
+    table = store.root / "tuning-v1" / ("ab12" * 4 + ".json")
+    table.parent.mkdir()
+    table.write_text('{"code": "x"}')
+    bundle = tmp_path / "kernels.zip"
+    assert export_bundle(store, bundle).entries == 1
+    other = Store(tmp_path / "other")
+    import_bundle(other, bundle)
+    copy = other.root / "tuning-v1" / table.name
+    assert copy.read_text() == '{"code": "x"}'
+    copy.write_text('{"code": "own"}')
+    import_bundle(other, bundle)
+    assert copy.read_text() == '{"code": "own"}'
+    rewrite(bundle, lambda n, d: [(n, b"{" if n.startswith("tuning") else d)])
+    third = Store(tmp_path / "third")
+    with pytest.raises(DamagedError, match="nothing was imported"):
+        import_bundle(third, bundle)
+    assert payloads(third) == [] and not (third.root / "tuning-v1").exists()
+
+
 def rewrite(bundle: Path, change: Callable[[str, bytes], list[tuple[str, bytes]]]) -> None:
     with zipfile.ZipFile(bundle) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]

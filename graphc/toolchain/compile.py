@@ -170,6 +170,7 @@ class _Build:
             if self.store.lanes > 1:
                 pool = stack.enter_context(ThreadPoolExecutor(self.store.lanes))
                 each = pool.map(fetched, jobs)
+                stack.callback(pool.shutdown, cancel_futures=True)  # of an interrupt
             for job, stored in zip(jobs, each, strict=True):
                 if stored is None:
                     missing.append(job)

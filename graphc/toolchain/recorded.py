@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from graphc.errors import CompileError
@@ -54,8 +55,9 @@ def recorded(identity: str, target: str) -> Compiler | None:
 
 
 def _held(units: Sequence[Unit], isa: Isa, compiler: Compiler, store: KernelStore) -> int:
-    with contextlib.closing(store.workspace()) as area:
-        found = [store.fetch(KERNELS, kernel_fields(u, isa, compiler), area) for u in units]
+    keys = [kernel_fields(unit, isa, compiler) for unit in units]
+    with contextlib.closing(store.workspace()) as area, ThreadPoolExecutor(store.lanes) as pool:
+        found = list(pool.map(lambda fields: store.fetch(KERNELS, fields, area), keys))
     return sum(stored is not None for stored in found)
 
 

@@ -147,15 +147,11 @@ class Store:
         key = Key(fields)
         if not self.writable:
             return
-        with (
-            contextlib.closing(self.workspace()) as area,
-            self._lock(key.digest[:2], lambda: False),
-        ):
-            path = self._target(bucket, area)
+        with contextlib.closing(self.workspace()) as area, self._lock(key.digest):
             try:
-                write(path)
-            except OSError as error:
-                self._note(f"{label} is not kept in {self.root}: {error.strerror}")
+                path, _held = self._make(write, self._target(bucket, area), area)
+            except (NoSpaceError, OSError) as error:
+                self._note(f"{label} is not kept in {self.root}: {error}")
                 return
             self._publish(bucket, key, path, label, seconds)
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: a model captured: for most lengths, for others, the kind of source, the name
 Captures: TypeAlias = "tuple[Captured, list[Captured], str, str]"
 AFRESH = "captured anew each time: {}"
+#: bytes of weights that are kept with captured graphs, those that no checkpoint holds
+MOST_COPIED = 512 << 20
 
 
 def warm_build(
@@ -37,7 +39,7 @@ def warm_build(
     from graphc.warm.identity import FileDigests
 
     memory = store.root / "digests-v1.json" if store.writable else None
-    warm = Warm(model, store, FileDigests(memory), store.limit // 4)
+    warm = Warm(model, store, FileDigests(memory), min(store.limit // 4, MOST_COPIED))
     if options.verify or options.dump_passes or options.tune or options.lookups_only:
         return warm, None  # asked to work, not only for the plan
     report = warm.plan(output, decides)

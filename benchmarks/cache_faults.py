@@ -122,11 +122,16 @@ class Campaign:
             wrong(f"not made again: {sorted(lost - made)}")
         if private:
             wrong(f"not kept: {private}")
-        for place in lost:
-            said = sum(f"{place[0]}/{place[1][:12]} is made again" in n for n in outcome.notes)
-            if said > 1 or (not killed and said != 1):
-                wrong(f"{said} warnings of {place}: {outcome.notes}")
-            self.warnings += said
+        groups: Counter[tuple[str, str]] = Counter()
+        for bucket, digest in lost:
+            said = sum(f"{bucket}/{digest[:12]} is made again" in n for n in outcome.notes)
+            groups[bucket, digest[:2]] += said
+            if said > 1:
+                wrong(f"{said} warnings of {bucket}/{digest}: {outcome.notes}")
+        # where the folder around entries is damaged, one warning is for all of them
+        if not killed and 0 in groups.values():
+            wrong(f"no warnings of {[g for g, n in groups.items() if not n]}: {outcome.notes}")
+        self.warnings += sum(groups.values())
         self.made += len(made)
         for finding in store.Store(self.root).check():
             wrong(f"left damaged: {finding.what}")

@@ -108,6 +108,7 @@ class Index:
         folder = self._root / FOLDER
         own_folder(folder)
         self.fresh = _prepare(folder)
+        _probe(folder / DATABASE)
         cache = diskcache.Cache(
             str(folder),
             timeout=_TIMEOUT,
@@ -233,6 +234,14 @@ def _prepare(folder: Path) -> bool:
             if reason := distrusted(status):
                 raise PickleRefused(f"{item.name} {reason}")
     return path.stat().st_size == 0
+
+
+def _probe(path: Path) -> None:
+    """Raises what SQLite says if nothing can be written; diskcache would try for a minute."""
+    probe = sqlite3.connect(path, timeout=_TIMEOUT, isolation_level=None)
+    with contextlib.closing(probe):
+        probe.execute("BEGIN IMMEDIATE")
+        probe.execute("ROLLBACK")
 
 
 def identity(root: Path) -> tuple[int, int] | None:

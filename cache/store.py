@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from cache.index import Index
 from cache.key import Key
 from cache.makers import makers
 from cache.manifest import Meta
+from cache.notes import Notes
 from cache.tracker import Tracker
 from cache.trust import Distrusted, read_file
 from cache.why import Catalogue, one_line
@@ -63,11 +63,9 @@ class Store:
     def __init__(self, root: Path | None = None, limit: int | None = None) -> None:
         self.root = (root or folder.default_root()).absolute()
         self.limit = limit if limit is not None else folder.size_limit()
-        self._notes: list[str] = []
-        self._noted: set[str] = set()
-        self._mutex = threading.RLock()
+        self._notes = Notes()
         self._names = itertools.count()
-        self._tracker = Tracker(self.root, self.limit, self._note)
+        self._tracker = Tracker(self.root, self.limit, self._notes)
         self.obstacle = folder.open_root(self.root)  # why it cannot be written, "" if it can
         self.writable = not self.obstacle
         self.counters = Counters(self.root, self.writable)
@@ -183,9 +181,8 @@ class Store:
 
     def drain_notes(self) -> list[str]:
         """See `KernelStore.drain_notes`."""
-        with self._mutex:
-            notes, self._notes = self._notes, []
-        return notes + (self._remote.drain_notes() if self._remote is not None else [])
+        shared = self._remote.drain_notes() if self._remote is not None else []
+        return self._notes.drain() + shared
 
     # -- care ----------------------------------------------------------------------------------
 
@@ -263,7 +260,7 @@ class Store:
                 self._tracker.use(lambda index: index.missed(bucket, digest), None)
             return None
         except OSError as error:  # busy, stale, a disk's error: what is stored may be sound
-            self._note(f"cannot read from {self.root} now, doing without: {error.strerror}")
+            self._notes.failing(f"the cache {self.root} cannot be read: {error.strerror}")
             return None
         if self.writable:
             self._tracker.use(lambda index: index.used(bucket, digest, meta.bytes), None)
@@ -278,13 +275,13 @@ class Store:
             # a folder of ours with a strange mode is put right: each entry in it is verified anyway
             shared = damage.place != place
             if (shared or not entry.written_by_others(place)) and folder.mend(damage.place):
-                self._note(f"folder of the cache {damage.place} given mode 0700 again")
+                self._notes.add(f"folder of the cache {damage.place} given mode 0700 again")
             # half of it may have been evicted between two reads: damage shows again
             return entry.load(place, bucket)
 
     def _set_aside(self, bucket: str, digest: str, damage: Damage, locked: bool) -> None:
         """Quarantines what is damaged, unless another process is making it again."""
-        self._note(
+        self._notes.add(
             f"damaged cache entry {bucket}/{digest[:12]} is made again: {damage}",
             once=f"damaged {digest}",
         )
@@ -390,7 +387,7 @@ class Store:
             with contextlib.suppress(OSError):
                 area = Area(second)
                 reason = "no space left" if full else str(problem)
-                self._note(f"temporary files go to {second}, not to {first}: {reason}")
+                self._notes.add(f"temporary files go to {second}, not to {first}: {reason}")
                 return area
         raise no_space(first) if full else problem
 
@@ -398,7 +395,7 @@ class Store:
         self, bucket: str, key: Key, path: Path, label: str, seconds: float
     ) -> Meta | None:
         if not self.writable:
-            self._note(f"new kernels are not kept in {self.root}: {self.obstacle}")
+            self._notes.failing(f"new kernels are not kept in {self.root}: {self.obstacle}")
             return None
         size = path.stat().st_size
         for last in (False, True):
@@ -420,7 +417,7 @@ class Store:
         return None
 
     def _not_kept(self, error: OSError) -> None:
-        self._note(f"new kernels are not kept in {self.root}: {error.strerror}", once="not kept")
+        self._notes.failing(f"new kernels are not kept in {self.root}: {error.strerror}")
 
     def _drop(self, bucket: str, digest: str, cause: str) -> None:
         self.counters.lost(digest, cause)
@@ -454,18 +451,14 @@ class Store:
                     path, seconds=_LOCK_SECONDS, cancelled=cancelled, waiting=waiting
                 )
                 if lock is None and not cancelled():
-                    self._note("another process holds a cache lock for very long; "
+                    self._notes.add("another process holds a cache lock for very long; "
                                "going on without it")  # fmt: skip
                 return lock
             except FileNotFoundError:  # somebody removed the whole cache
                 if last or folder.open_root(self.root):
                     break
-            except OSError:
-                break  # a file system without locks: the same may be made twice, never mixed
+            except OSError as error:  # the same may be made twice, never mixed
+                self._notes.minor(f"nothing can be locked in {self.root}, kernels may be compiled "
+                                  f"twice: {error.strerror}")  # fmt: skip
+                break
         return None
-
-    def _note(self, text: str, once: str = "") -> None:
-        with self._mutex:
-            if (once or text) not in self._noted:
-                self._noted.add(once or text)
-                self._notes.append(text)

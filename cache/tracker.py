@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from cache import entry, locks
 from cache.index import FOLDER, Index, IndexDamaged, IndexUnavailable, identity
+from cache.notes import Notes
 from cache.quarantine import put_aside
 from graphc.store import PAYLOADS
 
@@ -27,11 +28,11 @@ class Tracker:
     """Keeps the index of the cache at `root` in use.
 
     Args:
-        note: called with what a user should hear.
+        notes: gets what a user should hear.
     """
 
-    def __init__(self, root: Path, limit: int, note: Callable[[str], None]) -> None:
-        self._root, self._limit, self._note = root, limit, note
+    def __init__(self, root: Path, limit: int, notes: Notes) -> None:
+        self._root, self._limit, self._notes = root, limit, notes
         self._index: Index | None = None
         self._mutex = threading.RLock()
         self._resting = 0.0
@@ -97,7 +98,7 @@ class Tracker:
                 # what looks like damage may be a full disk's doing, and a rebuild would fail
                 self._rest(f"its disk is full ({reason})")
                 return None
-            self._note(f"the cache's index was damaged and is made again: {reason}")
+            self._notes.add(f"the cache's index was damaged and is made again: {reason}")
             put_aside(self._root, self._root / FOLDER, reason)
             index = Index(self._root, self._limit)
             _fill(index, self._root)
@@ -108,7 +109,7 @@ class Tracker:
 
     def _rest(self, reason: str) -> None:
         self._resting = time.monotonic() + _REST
-        self._note(f"the cache's index cannot be used now, nothing is evicted: {reason}")
+        self._notes.minor(f"the cache's index cannot be used now, nothing is evicted: {reason}")
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:

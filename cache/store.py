@@ -149,7 +149,7 @@ class Store:
             try:
                 path, _held = self._make(write, self._target(bucket, area), area)
             except (NoSpaceError, OSError) as error:
-                self._note(f"{label} is not kept in {self.root}: {error}")
+                self._notes.add(f"{label} is not kept in {self.root}: {error}")
                 return
             self._publish(bucket, key, path, label, seconds)
 

@@ -97,6 +97,20 @@ def test_equal_weights_are_stored_once(both: Path) -> None:
         assert (record.seconds > 0) == bool(record.units)
 
 
+def test_a_second_build_makes_nothing(
+    net: str, both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = str(tmp_path / "plan")
+    assert main(["build", net, "-o", plan, "--target", "x86-64-v3,x86-64-v4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert [(t["name"], t["compiled"]) for t in report["targets"]] == [
+        ("x86-64-v4", 0), ("x86-64-v3", 0),
+    ]  # fmt: skip
+    assert all(t["hits"] == t["units"] > 0 and t["seconds"] < 1 for t in report["targets"])
+    assert main(["build", net, "-o", plan, "--target", "x86-64-v3,x86-64-v4"]) == 0
+    assert capsys.readouterr().out.count("nothing compiled") == 2
+
+
 def test_inspect_shows_targets(
     both: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

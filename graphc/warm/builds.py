@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ from graphc.errors import GraphcError
 from graphc.plan import ABI_VERSION, FORMAT_VERSION
 from graphc.plan_io import MANIFEST, file_digest, open_plan
 from graphc.plan_writer import copy_plan
-from graphc.report import BuildReport, StageRecord
+from graphc.report import BuildReport, CompileRecord, StageRecord, TargetRecord
 from graphc.store import BUILDS, GRAPHS, OBSERVED, Fields, KernelStore
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.isa import targets
@@ -44,6 +44,9 @@ _PLACES = 8
 #: seconds, more than the clock of a file system takes from one time to the next: what changes
 #: after such a rest has a later time than what had changed before it
 _TICK = 0.02
+
+
+Record = TypeVar("Record", CompileRecord, TargetRecord)
 
 
 class _Build(msgspec.Struct, frozen=True):
@@ -129,10 +132,10 @@ class Warm:
                 self._keep_build(fields, output, known)
             folder = open_plan(output).target().folder
             report = BuildReport.load(output / folder / "report.json")
-            done = msgspec.structs.replace(
-                report.compile, compiled=0, hits=report.compile.units, seconds=0.0
-            )
-            return msgspec.structs.replace(report, compile=done)
+            return msgspec.structs.replace(
+                report, compile=_made_before(report.compile),
+                targets=[_made_before(record) for record in report.targets],
+            )  # fmt: skip
         return None
 
     def _compilers(self) -> list[str]:
@@ -271,6 +274,11 @@ class Warm:
             return None if found is None else found.path.read_bytes()
         finally:
             area.close()
+
+
+def _made_before(record: Record) -> Record:
+    """A record of compiles for a build that compiles nothing."""
+    return msgspec.structs.replace(record, compiled=0, hits=record.units, seconds=0.0)
 
 
 def _is(place: Path, manifest: str) -> bool:

@@ -87,6 +87,11 @@ class Store:
 
         return LANES
 
+    @property
+    def fills_shared(self) -> bool:
+        """Whether builds store in the shared tier what they look up."""
+        return self._remote is not None and self._remote.writes
+
     # -- KernelStore ---------------------------------------------------------------------------
 
     def workspace(self) -> Workspace:
@@ -328,7 +333,7 @@ class Store:
 
     def _share(self, bucket: str, key: Key, found: Stored, label: str = "") -> None:
         """Stores in the shared tier, if it is written from here, what it may not have."""
-        if self._remote is None or not self._remote.writes or found.remote:
+        if self._remote is None or not self.fills_shared or found.remote:
             return
         with contextlib.suppress(Damage, OSError):  # of what is only to be told besides
             place = entry.folder(self.root, bucket, key.digest)

@@ -40,7 +40,8 @@ def warm_build(
 
     memory = store.root / "digests-v1.json" if store.writable else None
     warm = Warm(model, store, FileDigests(memory), min(store.limit // 4, MOST_COPIED))
-    if options.verify or options.dump_passes or options.tune or options.lookups_only:
+    worked = options.verify or options.dump_passes or options.tune or options.lookups_only
+    if worked or store.fills_shared:
         return warm, None  # asked to work, not only for the plan
     report = warm.plan(output, decides)
     if report is not None and (notes := store.drain_notes()):

@@ -93,8 +93,11 @@ class TargetBuild:
         self.shared.stages.append(StageRecord(name + self.suffix, seconds))
 
     def lookups(self) -> Lookups:
-        """What `run` would look up in the cache."""
-        units = collect_units(self._sides()[0])
+        """What `run` would look up in the cache. Raises UsageError as it does."""
+        sides, _ = self._sides()
+        for side in self.request.sides:
+            side.buckets(self._ranges(side.phase, sides))  # wrong words for what to plan for
+        units = collect_units(sides)
         return lookups(units, self.isa, usable_compiler(units, self.isa, self.request.store))
 
     def run(self, library: Path) -> Made:

@@ -42,6 +42,12 @@ class RemoteFiles:
         if match is None or "::" in url or not match[2]:
             raise TierFailed("expected a URL such as s3://bucket/prefix or file:///folder")
         self.protocol, self.seconds, self.spent = match[1], seconds, 0.0
+        try:
+            import fsspec  # takes its time on a cold disk, and is no answer to wait for
+
+            fsspec.get_filesystem_class(match[1])
+        except (ImportError, ValueError) as error:
+            raise TierFailed(_reason(error)) from error
         self._fs, self._root = self._within(lambda: _opened(url, match[1], seconds))
 
     @property

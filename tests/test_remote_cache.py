@@ -22,7 +22,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 import graphc
 from cache import remote
@@ -71,20 +70,27 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """An S3 server with an empty bucket named "shared"."""
+def serve() -> tuple[Any, str]:
+    """An S3 server on loopback, and its URL; servers of one process have the same buckets."""
+    from moto.server import ThreadedMotoServer  # a second of imports, for who runs these tests
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
+    return server, "http://{}:{}".format(*server.get_host_and_port())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """An S3 server with an empty bucket named "shared"."""
+    server, url = serve()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ENDPOINT_URL", url)
         patch.setenv("AWS_ACCESS_KEY_ID", "tester")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         fsspec.filesystem("s3", skip_instance_cache=True).mkdir("shared")
-        yield f"http://{host}:{port}"
+        yield url
     server.stop()
 
 
@@ -447,7 +453,7 @@ def test_a_server_that_never_answers(
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
         monkeypatch.setenv(remote.URL, "s3://b/p")
         monkeypatch.setenv(remote.KEY, SECRET)
-        monkeypatch.setenv(remote.TIMEOUT, "0.5")
+        monkeypatch.setenv(remote.TIMEOUT, "1")
         started = time.monotonic()
         report = build(tmp_path / "a", *(f"k{number}" for number in range(20)))
     assert report.compiled == 20
@@ -460,10 +466,9 @@ def test_a_server_that_stops_during_a_build(
 ) -> None:
     names = [f"k{number}" for number in range(10)]
     build(tmp_path / "a", *names)
-    second = ThreadedMotoServer("127.0.0.1", 0, verbose=False)  # with the same buckets
-    second.start()
+    second, url = serve()
     monkeypatch.setattr(remote, "LANES", 2)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*second.get_host_and_port()))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     read, calls = RemoteFiles.read, list[str]()
 
     def stops(self: RemoteFiles, name: str) -> bytes | None:

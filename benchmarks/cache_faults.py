@@ -43,7 +43,7 @@ Damage = Callable[[Target], None]
 #: where a build may be killed: an object, the name of a function in it
 PLACES: tuple[tuple[object, str], ...] = (
     (entry, "_copy_synced"), (entry, "write_synced"),
-    (entry, "own_folder"), (entry, "_into_place"), (entry, "remove_at"), (entry, "load"),
+    (entry, "own_folder"), (entry, "_into_place"), (entry, "remove_at"), (entry.Payload, "copy"),
     (manifest, "encode"), (quarantine, "move"), (quarantine, "trim"),
     (locks, "acquire"), (locks.Lock, "release"), (index.Index, "put"), (index.Index, "used"),
     (index.Index, "_open"), (store.Store, "_make"), (store.Store, "_publish"),

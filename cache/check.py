@@ -41,7 +41,7 @@ def check_entries(
         for digest in entry.digests(root, bucket):
             place = entry.folder(root, bucket, digest)
             try:
-                sizes[digest] = (bucket, entry.load(place, bucket)[0].bytes)
+                sizes[digest] = (bucket, entry.verify(place, bucket).bytes)
             except FileNotFoundError:
                 continue  # evicted meanwhile
             except (entry.Damage, OSError) as error:

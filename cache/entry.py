@@ -12,17 +12,19 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from io import RawIOBase
 from pathlib import Path
 
 from cache import manifest
 from cache.folder import discard, own_folder, write_synced
 from cache.key import Key
 from cache.manifest import Meta
-from cache.trust import Distrusted, open_folder, read_file
+from cache.trust import Distrusted, open_file, open_folder, read_file
 from graphc.store import PAYLOADS
 
 MANIFEST = "manifest.txt"
+_BLOCK = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -127,39 +129,92 @@ def read_manifest(place: Path) -> tuple[Meta, Key]:
         return _manifest(handle, place)
 
 
-def load(place: Path, bucket: str) -> tuple[Meta, bytes]:
-    """The payload, verified: what is in memory, nobody can change any more.
+class Payload:
+    """The payload of an entry, opened; `meta` is what it must be. `copy` and `check` raise Damage
+    if it is not that, or OSError."""
+
+    def __init__(self, meta: Meta, file: RawIOBase, place: Path, name: str) -> None:
+        self.meta, self._file, self._place, self._name = meta, file, place, name
+
+    def copy(self, target: Path) -> None:
+        """Writes it into the new file `target`, verified: what was read is what is there."""
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as writer:
+                self._read(lambda block: _write_all(writer, block))
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+
+    def check(self) -> None:
+        """Reads it only to verify it."""
+        self._read(lambda block: None)
+
+    def _read(self, use: Callable[[bytes], object]) -> None:
+        self._file.seek(0)
+        hasher, size = hashlib.sha256(), 0
+        while block := self._file.read(_BLOCK):
+            hasher.update(block)
+            size += len(block)
+            use(block)
+        if size != self.meta.bytes:
+            what = f"{size} bytes instead of {self.meta.bytes}"
+            raise Damage(f"{self._name}: {what}", self._place)
+        if hasher.hexdigest() != self.meta.sha256:
+            raise Damage(f"{self._name}: SHA-256 differs", self._place)
+
+
+@contextlib.contextmanager
+def opened(place: Path, bucket: str) -> Iterator[Payload]:
+    """The payload of the entry at `place`, not verified yet.
 
     Raises:
-        Damage: payload, key or meta are not what was stored, or others could have written them.
+        Damage: key or meta are not what was stored, or others could have written a part.
         FileNotFoundError: there is no entry.
         OSError: it cannot be read now.
     """
     name = PAYLOADS[bucket]
     with _entered(place) as handle:
         meta, _ = _manifest(handle, place)
-        data = _file(handle, name, place)
-    if len(data) != meta.bytes:
-        raise Damage(f"{name}: {len(data)} bytes instead of {meta.bytes}", place)
-    if hashlib.sha256(data).hexdigest() != meta.sha256:
-        raise Damage(f"{name}: SHA-256 differs", place)
-    return meta, data
+        with _inside(handle, name, place):
+            inner = open_file(name, handle)
+        with os.fdopen(inner, "rb", buffering=0) as file:
+            yield Payload(meta, file, place, name)
+
+
+def verify(place: Path, bucket: str) -> Meta:
+    """Reads the whole entry. Raises as `opened`."""
+    with opened(place, bucket) as payload:
+        payload.check()
+        return payload.meta
+
+
+def load(place: Path, bucket: str) -> tuple[Meta, bytes]:
+    """The payload in memory, verified. Raises as `opened`."""
+    with opened(place, bucket) as payload:
+        blocks: list[bytes] = []
+        payload._read(blocks.append)
+        return payload.meta, b"".join(blocks)
 
 
 def take(place: Path, bucket: str, target: Path) -> Meta:
-    """Writes the payload, verified, into the new file `target`. Raises as `load`."""
-    meta, data = load(place, bucket)
-    write_new(target, data)
-    return meta
+    """Writes the payload, verified, into the new file `target`. Raises as `opened`."""
+    with opened(place, bucket) as payload:
+        payload.copy(target)
+        return payload.meta
 
 
 def write_new(target: Path, data: bytes) -> None:
     """Writes a private file that must not be there yet. Raises OSError."""
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb", buffering=0) as file:
-        left = memoryview(data)
-        while left:
-            left = left[file.write(left) :]
+        _write_all(file, data)
+
+
+def _write_all(file: RawIOBase, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]
 
 
 @contextlib.contextmanager
@@ -179,9 +234,11 @@ def _entered(place: Path) -> Iterator[int]:
             os.close(handle)
 
 
-def _file(handle: int, name: str, place: Path) -> bytes:
+@contextlib.contextmanager
+def _inside(handle: int, name: str, place: Path) -> Iterator[None]:
+    """Around opening a file of the entry."""
     try:
-        return read_file(name, handle)
+        yield
     except FileNotFoundError:
         if not _still_there(handle, place):
             raise
@@ -199,8 +256,10 @@ def _still_there(handle: int, place: Path) -> bool:
 
 
 def _manifest(handle: int, place: Path) -> tuple[Meta, Key]:
+    with _inside(handle, MANIFEST, place):
+        data = read_file(MANIFEST, handle)
     try:
-        meta, key = manifest.decode(_file(handle, MANIFEST, place))
+        meta, key = manifest.decode(data)
     except ValueError as error:
         raise Damage(f"{MANIFEST}: {error}", place) from None
     if key.digest != place.name:

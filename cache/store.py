@@ -255,8 +255,10 @@ class Store:
         locked: bool = False,
     ) -> Stored | None:
         """The entry's payload in `workspace`, or None; `locked`: the caller holds its lock."""
+        place = entry.folder(self.root, bucket, digest)
         try:
-            meta, data = self._load(bucket, digest)
+            with self._opened(place, bucket) as payload:
+                path, area = self._make(payload.copy, self._target(bucket, workspace), workspace)
         except Damage as damage:
             self._set_aside(bucket, digest, damage, locked)
             return None
@@ -267,22 +269,29 @@ class Store:
         except OSError as error:  # busy, stale, a disk's error: what is stored may be sound
             self._notes.failing(f"the cache {self.root} cannot be read: {error.strerror}")
             return None
+        meta = payload.meta
         if self.writable:
             self._tracker.use(lambda index: index.used(bucket, digest, meta.bytes), None)
-        target, area = self._written(data, self._target(bucket, workspace), workspace)
-        return Stored(target, meta.sha256, digest, "hit", area, meta.seconds)
+        return Stored(path, meta.sha256, digest, "hit", area, meta.seconds)
 
-    def _load(self, bucket: str, digest: str) -> tuple[Meta, bytes]:
-        place = entry.folder(self.root, bucket, digest)
-        try:
-            return entry.load(place, bucket)
-        except Damage as damage:
-            # a folder of ours with a strange mode is put right: each entry in it is verified anyway
-            shared = damage.place != place
-            if (shared or not entry.written_by_others(place)) and folder.mend(damage.place):
-                self._notes.add(f"folder of the cache {damage.place} given mode 0700 again")
-            # half of it may have been evicted between two reads: damage shows again
-            return entry.load(place, bucket)
+    @contextlib.contextmanager
+    def _opened(self, place: Path, bucket: str) -> Iterator[entry.Payload]:
+        """The payload of an entry; looks twice before it says that the entry is damaged."""
+        with contextlib.ExitStack() as stack:
+            try:
+                payload = stack.enter_context(entry.opened(place, bucket))
+            except Damage as damage:
+                # a folder of ours with a strange mode is put right: each entry in it is verified
+                shared = damage.place != place
+                if (shared or not entry.written_by_others(place)) and folder.mend(damage.place):
+                    self._notes.add(f"folder of the cache {damage.place} given mode 0700 again")
+                # half of it may have been evicted between two reads: damage shows again
+                payload = stack.enter_context(entry.opened(place, bucket))
+            yield payload
+
+    def _verify(self, bucket: str, digest: str) -> None:
+        with self._opened(entry.folder(self.root, bucket, digest), bucket) as payload:
+            payload.check()
 
     def _set_aside(self, bucket: str, digest: str, damage: Damage, locked: bool) -> None:
         """Quarantines what is damaged, unless another process is making it again."""
@@ -300,7 +309,7 @@ class Store:
                         return
                     stack.callback(lock.release)
                 try:
-                    self._load(bucket, digest)
+                    self._verify(bucket, digest)
                     return  # another process was first
                 except Damage as now:
                     damage = now
@@ -311,7 +320,7 @@ class Store:
 
     def _repair(self, bucket: str, digest: str) -> None:
         try:
-            self._load(bucket, digest)
+            self._verify(bucket, digest)
         except Damage as damage:
             self._set_aside(bucket, digest, damage, locked=False)
             self._tracker.use(lambda index: index.forget(bucket, digest), None)

@@ -65,12 +65,13 @@ def open_folder(path: str | Path, above: int | None = None) -> int:
     return handle
 
 
-def read_file(path: str | Path, above: int | None = None) -> bytes:
-    """All of a file, relative to an open folder if given. Pipes and the like are not waited for.
+def open_file(path: str | Path, above: int | None = None) -> int:
+    """A file open for reading, relative to an open folder if given; the caller closes it. Pipes and
+    the like are not waited for.
 
     Raises:
         Distrusted: it is a link, no regular file, or not trusted.
-        OSError: it cannot be read; FileNotFoundError if it is not there.
+        OSError: it cannot be opened; FileNotFoundError if it is not there.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=above)
@@ -86,7 +87,13 @@ def read_file(path: str | Path, above: int | None = None) -> bytes:
             raise Distrusted("is no regular file")
         if reason := distrusted(status):
             raise Distrusted(reason)
-        with os.fdopen(handle, "rb", buffering=0, closefd=False) as file:
-            return file.readall()
-    finally:
+    except BaseException:
         os.close(handle)
+        raise
+    return handle
+
+
+def read_file(path: str | Path, above: int | None = None) -> bytes:
+    """All of a file. Raises as `open_file`, and OSError if it cannot be read."""
+    with os.fdopen(open_file(path, above), "rb", buffering=0) as file:
+        return file.readall()

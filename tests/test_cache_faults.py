@@ -107,17 +107,14 @@ def test_an_entry_that_another_process_repaired_meanwhile_stays(
     """Damage is seen, then the entry is made again by somebody else, then it would be set aside."""
     stored = put(store)
     file = place(stored, store) / "object.o"
-    good, load = file.read_bytes(), entry.load
+    good, check = file.read_bytes(), entry.Payload.check
     file.write_bytes(b"bad")
-    calls = []
 
-    def loading(*arguments: Path | str) -> object:
-        calls.append(arguments)
-        if len(calls) == 3:  # twice by the look-up; then with the lock held
-            file.write_bytes(good)
-        return load(*arguments)  # type: ignore[arg-type]
+    def checking(self: entry.Payload) -> None:  # once more, with the lock held
+        file.write_bytes(good)
+        check(self)
 
-    monkeypatch.setattr(entry, "load", loading)
+    monkeypatch.setattr(entry.Payload, "check", checking)
     assert store.fetch(KERNELS, FIELDS, store.workspace()) is None
     assert quarantine.cells(store.root) == []
     assert put(store).origin == "hit"

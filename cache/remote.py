@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache.entry import is_digest
 from cache.key import Key
 from cache.remote_files import LARGEST, RemoteFiles, TierFailed
 from cache.signed import Refused, SharedEntry, decode, encode
@@ -137,7 +138,8 @@ class Remote:
         except TierFailed as reason:
             self._leave(f"it is left alone for the rest of this build: {reason}")
             return []
-        found = [self.fetch(COMPILERS, digest) for digest in digests[:_MOST_COMPILERS]]
+        digests = list(filter(is_digest, digests))[:_MOST_COMPILERS]
+        found = [self.fetch(COMPILERS, digest) for digest in digests]
         return [(e.key["compiler"], e.key["target"]) for e in found if e is not None]
 
     def drain_notes(self) -> list[str]:
@@ -179,7 +181,7 @@ class Remote:
 
     def _spent(self, files: RemoteFiles) -> None:
         most = _CALLS * files.seconds
-        if files.spent > most * LANES:
+        if files.spent > most:
             self._leave(f"it is left alone after {most:g} s of waiting for it ({TIMEOUT})")
 
     def _decoded(self, files: RemoteFiles, data: bytes, bucket: str, digest: str) -> SharedEntry:

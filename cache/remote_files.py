@@ -6,12 +6,13 @@ be told to stop. fsspec is imported here and nowhere else, when the first call i
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,7 +42,9 @@ class RemoteFiles:
         match = _URL.fullmatch(url)
         if match is None or "::" in url or not match[2]:
             raise TierFailed("expected a URL such as s3://bucket/prefix or file:///folder")
-        self.protocol, self.seconds, self.spent = match[1], seconds, 0.0
+        self.protocol, self.seconds = match[1], seconds
+        self.spent = 0.0  # seconds during which at least one call was waited for
+        self._waiting, self._since, self._mutex = 0, 0.0, threading.Lock()
         try:
             import fsspec  # takes its time on a cold disk, and is no answer to wait for
 
@@ -126,16 +129,29 @@ class RemoteFiles:
             except BaseException as error:
                 failed.append(error)
 
-        started = time.monotonic()
         thread = threading.Thread(target=run, daemon=True, name="graphc-shared-cache")
-        thread.start()
-        thread.join(self.seconds)
-        self.spent += time.monotonic() - started
+        with self._counted():
+            thread.start()
+            thread.join(self.seconds)
         if done:
             return done[0]
         if failed:
             raise TierFailed(_reason(failed[0])) from failed[0]
         raise TierFailed(f"no answer within {self.seconds:g} s")
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._mutex:
+            self._waiting += 1
+            if self._waiting == 1:
+                self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._waiting -= 1
+                now = time.monotonic()
+                self.spent, self._since = self.spent + now - self._since, now
 
 
 def _opened(url: str, protocol: str, seconds: float) -> tuple[Any, str]:

@@ -461,6 +461,29 @@ def test_a_server_that_never_answers(
     assert time.monotonic() - started < 15
 
 
+def test_a_slow_tier_is_left_alone_in_the_end(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each access is within its time, all together are not within that of a build."""
+    kind = fsspec.get_filesystem_class("memory")
+    calls: list[str] = []
+
+    def slow(self: object, path: str, **options: object) -> bytes:
+        calls.append(path)
+        time.sleep(0.15)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(kind, "cat_file", slow)
+    monkeypatch.setattr(remote, "LANES", 2)
+    monkeypatch.setattr(remote, "_CALLS", 1)
+    for name, value in {remote.URL: "memory://slow", remote.TIMEOUT: "2"}.items():
+        monkeypatch.setenv(name, value)
+    report = build(tmp_path / "a", *(f"k{number}" for number in range(60)))
+    assert report.compiled == 60
+    assert len(report.notes) == 1 and "2 s of waiting" in report.notes[0]
+    assert len(calls) < 60
+
+
 def test_a_server_that_stops_during_a_build(
     tier: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +39,11 @@ _DIGITS = 32  # of a key, in the ledger
 #: part of a key -> its fields; the rest is "other". In the order of causes: another compiler also
 #: takes other flags, and is what is to be told then.
 _PARTS = {
-    "source": ("source", "objects"),
+    "source": ("source", "objects", "model"),
     "compiler": ("compiler", "target"),
-    "cpu": ("isa", "features"),
-    "headers": ("abi",),
-    "flags": ("flags",),
+    "cpu": ("isa", "features", "machine"),
+    "headers": ("abi", "graphc"),
+    "flags": ("flags", "options"),
     "other": (),
 }
 #: why an entry is dropped
@@ -51,12 +51,12 @@ CAUSES = ("damaged", "removed")
 #: every reason of a miss, and what it means
 REASONS = {
     "empty": "the cache held no entry of this kind",
-    "source": "no entry has this source",
+    "source": "no entry is of this source, or of this model",
     "compiler": "made with another compiler",
     "cpu": "made for other CPU features",
-    "headers": "made with other headers of graphc",
-    "flags": "made with other flags",
-    "other": "made with another field",
+    "headers": "made with another version of graphc's own sources",
+    "flags": "made with other flags or options",
+    "other": "made of other files, or with other packages",
     "damaged": "the entry was damaged",
     "evicted": "the entry was evicted, or removed by hand",
     "removed": "the entry was removed by `graphc cache`",
@@ -68,14 +68,14 @@ class Counts:
     """All that was counted. `hits` and `misses` are by bucket, misses then by reason; `waits` are
     misses that another process filled meanwhile, `remotes` look-ups that only the shared tier could
     answer, which are neither; `lost` are entries by cause; `saved` are the seconds that making what
-    was found had taken; `since` is seconds since 1970, 0 if nothing was counted."""
+    was found had taken, by bucket; `since` is seconds since 1970, 0 if nothing was counted."""
 
     hits: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     remotes: Counter[str] = field(default_factory=Counter)
     misses: dict[str, Counter[str]] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
-    saved: float = 0.0
+    saved: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     since: float = 0.0
 
     def found(self, kind: Kind) -> Counter[str]:
@@ -218,7 +218,7 @@ def _count(lines: Iterable[Words]) -> Counts:
                     bucket in PAYLOADS
                 ):
                     made.found(kind)[bucket] += int(count)
-                    made.saved += float(seconds)
+                    made.saved[bucket] += float(seconds)
                 case ["miss", bucket, reason, count] if bucket in PAYLOADS and reason in REASONS:
                     made.misses.setdefault(bucket, Counter())[reason] += int(count)
                 case ["lost", cause, count] if cause in CAUSES:
@@ -233,11 +233,10 @@ def _count(lines: Iterable[Words]) -> Counts:
 def _folded_counts(lines: Iterable[Words]) -> list[str]:
     counts = _count(lines)
     made = [f"since {counts.since:.0f}"]
-    saved = counts.saved  # of all buckets; the first line takes it
+    saved = dict(counts.saved)  # the first line of a bucket takes them
     for kind in get_args(Kind):
         for bucket, count in counts.found(kind).items():
-            made.append(f"{kind} {bucket} {count} {saved:.3f}")
-            saved = 0.0
+            made.append(f"{kind} {bucket} {count} {saved.pop(bucket, 0.0):.3f}")
     for bucket, reasons in counts.misses.items():
         made += [f"miss {bucket} {reason} {count}" for reason, count in reasons.items()]
     return made + [f"lost {cause} {count}" for cause, count in counts.lost.items()]

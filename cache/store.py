@@ -106,6 +106,8 @@ class Store:
         if found is not None:
             self.counters.hit(bucket, found.seconds, "remote" if found.remote else "hit")
             self._share(bucket, key, found)
+        elif bucket != KERNELS:  # a build records the misses of its kernels all at once
+            self.counters.missed(bucket, [key])
         return found
 
     def fetch_or_make(
@@ -129,7 +131,7 @@ class Store:
                 kind: Kind = "remote" if found.remote else "wait" if bucket == KERNELS else "hit"
                 self.counters.hit(bucket, found.seconds, kind)
             else:
-                if bucket != KERNELS:  # a build records the misses of its kernels all at once
+                if bucket != KERNELS:
                     self.counters.missed(bucket, [key])
                 found = self._made(bucket, key, make, workspace, label)
         self._share(bucket, key, found, label)

@@ -13,7 +13,7 @@ from cache.counters import CAUSES, REASONS
 from cache.listing import Listed
 from cache.store import Store
 from cli.render import duration, print_table, size
-from graphc.store import PAYLOADS
+from graphc.store import GRAPHS, KERNELS, LINKS, PAYLOADS, PCH
 
 
 def as_stats(store: Store, held: Sequence[Listed]) -> dict[str, Any]:
@@ -47,7 +47,8 @@ def as_stats(store: Store, held: Sequence[Listed]) -> dict[str, Any]:
         "reasons": {reason: reasons[reason] for reason in REASONS},
         "evicted": store.counters.evicted(item.key for item in held),
         **{cause: counts.lost[cause] for cause in CAUSES},
-        "saved_s": round(counts.saved, 3),
+        "saved_s": round(sum(counts.saved[name] for name in (KERNELS, LINKS, PCH)), 3),
+        "capture_saved_s": round(counts.saved[GRAPHS], 3),
         "buckets": buckets,
     }
 
@@ -68,7 +69,10 @@ def print_stats(data: dict[str, Any]) -> None:
     click.echo(f"{hits} of {looked} look-ups hit ({100 * hits / looked:.1f}%) since {since}")
     if data["remote_hits"]:
         click.echo(f"{data['remote_hits']} of the hits came from the shared tier")
-    click.echo(f"{duration(data['saved_s'])} of compiling saved")
+    saved = f"{duration(data['saved_s'])} of compiling"
+    if data["capture_saved_s"]:
+        saved += f" and {duration(data['capture_saved_s'])} of capturing"
+    click.echo(f"{saved} saved")
     if data["waits"]:
         click.echo(f"{data['waits']} of the misses were filled by another process meanwhile")
     missed = [(reason, n, REASONS[reason]) for reason, n in data["reasons"].items() if n]

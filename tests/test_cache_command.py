@@ -24,7 +24,7 @@ from cache.store import Store
 from cli.cache import cache as command
 from cli.options import BuildOptions
 from graphc.errors import CacheMissError, DamagedError, UsageError
-from graphc.store import KERNELS, LINKS
+from graphc.store import GRAPHS, KERNELS, LINKS
 from graphc.toolchain.isa import Isa
 from tests.test_cache import FAKE, build, fake, flip, payloads, put
 
@@ -91,7 +91,7 @@ def test_hits_and_misses_are_counted_over_stores() -> None:
     found = stats()
     assert (found["hits"], found["buckets"][KERNELS]["misses"]) == (2, 3)
     assert "2 of 7 look-ups hit" in run("stats")  # and twice a precompiled header that fails
-    assert "no entry has this source" in run("stats")
+    assert "no entry is of this source" in run("stats")
 
 
 def test_seconds_saved_are_those_the_entries_hit_took(
@@ -167,6 +167,25 @@ def test_the_reason_of_a_miss(
         int(reason == cause) for cause in ("damaged", "removed")
     ]
     assert build(Store(), "one").hits == 1
+
+
+def test_captured_graphs_are_counted_apart() -> None:
+    store = Store()
+    area = store.workspace()
+    wanted = (("model", "m.py:f"), ("options", "a"), ("graphc", "1"))
+    others = [(*wanted[:1], ("options", "b"), *wanted[2:]), (*wanted[:2], ("graphc", "2"))]
+    assert store.fetch(GRAPHS, wanted, area) is None
+    store.put(GRAPHS, wanted, lambda path: path.touch(), label="m", seconds=7.0)
+    assert store.fetch(GRAPHS, wanted, area) is not None
+    assert [store.fetch(GRAPHS, other, area) for other in others] == [None, None]
+    found = stats()
+    assert (found["hits"], found["saved_s"], found["capture_saved_s"]) == (1, 0, 7)
+    assert {r: n for r, n in found["reasons"].items() if n} == {
+        "empty": 1,
+        "flags": 1,
+        "headers": 1,
+    }
+    assert "7.00 s of capturing saved" in run("stats")
 
 
 def test_the_ledger_is_made_again_from_the_entries(
@@ -353,7 +372,7 @@ def test_folding_keeps_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (counts.hits[KERNELS], counts.waits[LINKS], counts.lost["damaged"]) == (100, 100, 50)
     assert counts.misses[KERNELS] == {"empty": 1, "evicted": 50, "damaged": 50}
     assert counters.evicted([keys[0].digest, keys[1].digest]) == 49
-    assert counts.saved == pytest.approx(75) and counts.since > 0
+    assert counts.saved == pytest.approx({KERNELS: 50, LINKS: 25}) and counts.since > 0
     assert (tmp_path / "counters-v1" / "counts").stat().st_size < 3100
     other = Key((("compiler", "b"), ("source", "7")))
     assert counters.reasons(KERNELS, [other, keys[99]]) == ["compiler", "damaged"]

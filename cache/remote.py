@@ -7,6 +7,7 @@ write the tier (a folder of one's own), or the user declares to trust everyone w
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -56,7 +57,7 @@ class Remote:
         self._mutex = threading.Lock()
         self._settings: Settings | None = None
         self._files: RemoteFiles | None = None
-        self._off = False
+        self._off = self._denied = False
         self._absent: set[str] = set()
         self._present: set[str] = set()
         self._refused: list[str] = []
@@ -88,8 +89,8 @@ class Remote:
 
     @property
     def writes(self) -> bool:
-        """Whether write-back is on."""
-        return _is_on(self._environ, WRITE)
+        """Whether write-back is on, and was not denied."""
+        return _is_on(self._environ, WRITE) and not self._denied
 
     def offer(
         self, bucket: str, key: Key, payload: Path, label: str, seconds: float, *, replace: bool
@@ -112,7 +113,10 @@ class Remote:
         except OSError:
             return  # of the payload: the folder was removed under the build
         except TierFailed as reason:
-            self._leave(f"it is left alone for the rest of this build, writing failed: {reason}")
+            if _is_denial(reason.__cause__):  # reading goes on
+                self._deny(str(reason))
+            else:
+                self._leave(f"it is left alone for the rest of this build: {reason}")
 
     def state(self) -> str:
         """How the tier is used, on one line.
@@ -178,6 +182,15 @@ class Remote:
             if not self._off:
                 self._off = True
                 self._notes.append(f"the shared cache {shown(self._url)} failed; {reason}")
+
+    def _deny(self, reason: str) -> None:
+        with self._mutex:
+            if not self._denied:
+                self._denied = True
+                self._notes.append(
+                    f"the shared cache {shown(self._url)} cannot be written from here (unset "
+                    f"{WRITE}): {reason}"
+                )
 
     def _spent(self, files: RemoteFiles) -> None:
         most = _CALLS * files.seconds
@@ -296,6 +309,12 @@ def _not_own(path: Path) -> str:
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
     return distrusted(status)
+
+
+def _is_denial(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and (
+        isinstance(error, PermissionError) or error.errno == errno.EROFS
+    )
 
 
 def shown(url: str) -> str:

@@ -542,7 +542,7 @@ def test_a_read_only_folder_with_write_back(
     monkeypatch.setenv(remote.URL, f"file://{shared}")
     monkeypatch.setenv(remote.WRITE, "1")
     report = build(tmp_path / "a", "one", "two")
-    assert report.compiled == 2 and "writing failed: PermissionError" in report.notes[0]
+    assert report.compiled == 2 and "cannot be written from here" in report.notes[0]
 
 
 def test_a_tier_that_refuses_writing(
@@ -564,8 +564,15 @@ def test_a_tier_that_refuses_writing(
     monkeypatch.setattr(remote, "RemoteFiles", read_only)
     report = build(tmp_path / "b", "one", "two", "three")
     assert (report.remote_hits, report.compiled) == (1, 2)
-    assert len(report.notes) == 1 and "writing failed: PermissionError" in report.notes[0]
+    assert len(report.notes) == 1 and "cannot be written from here" in report.notes[0]
+    assert "PermissionError" in report.notes[0]
     assert len(objects(tier)) == 1
+    used = remote.Remote()  # what was denied once is not tried again, and reading goes on
+    one, two = report.units[:2]
+    used.offer(KERNELS, Key((("a", "b"),)), log, "x", 1.0, replace=True)
+    assert not used.writes
+    assert used.fetch(KERNELS, one.key) is not None and used.fetch(KERNELS, two.key) is None
+    assert len(used.drain_notes()) == 1
 
 
 def test_without_s3fs(

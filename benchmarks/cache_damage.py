@@ -163,7 +163,7 @@ def half_written(on: Target) -> None:
 def foreign(on: Target) -> None:
     """A sound entry of another key, a file, a pipe or nothing of ours in the place of an entry."""
     place, folder = on.spoil()
-    others = [path for path in on.root.glob(f"{place[0]}/*/*") if path != folder]
+    others = [entry.folder(on.root, *other) for other in on.free if other[0] == place[0]]
     choice = on.rng.randrange(4)
     if choice == 0 and others:
         shutil.rmtree(folder)

@@ -3,7 +3,8 @@
 quarantine/<UTC time>-<name>-<random>/   the entry's folder (or file, or link) under its own name
                                          reason.txt: where it was and what is wrong
 
-Nothing here is ever read back. The newest `KEPT` stay, as long as they are within `BYTES` in all.
+Nothing here is ever read back. The newest `KEPT` stay, without more than their reasons where they
+are beyond `BYTES` in all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def put_aside(root: Path, place: Path, reason: str) -> None:
     cell: Path | None = None
     try:
         own_folder(room)
+        for oldest in cells(root)[: 1 - KEPT]:
+            discard(oldest)
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         cell = Path(tempfile.mkdtemp(dir=room, prefix=f"{when}-{place.name[:12]}-"))
         move(place, cell / place.name)
@@ -42,7 +45,7 @@ def put_aside(root: Path, place: Path, reason: str) -> None:
             remove_at(root, place)
     if cell is not None and not os.path.lexists(cell / place.name):
         discard(cell)
-    trim(room)
+    trim(root)
 
 
 def cells(root: Path) -> list[Path]:
@@ -53,13 +56,16 @@ def cells(root: Path) -> list[Path]:
         return []
 
 
-def trim(room: Path, kept: int = KEPT, limit: int = BYTES) -> None:
-    """Removes all but the newest `kept`, and of these the oldest beyond `limit` bytes."""
+def trim(root: Path, limit: int = BYTES) -> None:
+    """What is beyond `limit` bytes loses everything but its reason, the oldest first."""
     total = 0
-    for count, cell in enumerate(reversed(cells(room.parent)), 1):
+    for cell in reversed(cells(root)):
         total += _size(cell)
-        if count > kept or total > limit:
-            discard(cell)
+        if total > limit:
+            with contextlib.suppress(OSError):
+                for inner in cell.iterdir():
+                    if inner.name != REASON:
+                        discard(inner)
 
 
 def _size(path: Path) -> int:

@@ -83,8 +83,12 @@ def test_the_quarantine_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch
         (place(stored, store) / "object.o").write_bytes(b"%d" % number)
         store.fetch(KERNELS, FIELDS, store.workspace())
     assert len(quarantine.cells(store.root)) == quarantine.KEPT
-    quarantine.trim(store.root / quarantine.FOLDER, limit=3000)
-    assert 1 <= len(quarantine.cells(store.root)) < quarantine.KEPT
+    names = [sorted(path.name for path in cell.iterdir()) for cell in quarantine.cells(store.root)]
+    assert names == [[stored.key, "reason.txt"]] * quarantine.KEPT
+    quarantine.trim(store.root, limit=3000)
+    names = [sorted(path.name for path in cell.iterdir()) for cell in quarantine.cells(store.root)]
+    assert names[0] == ["reason.txt"] and names[-1] == [stored.key, "reason.txt"]
+    assert len(names) == quarantine.KEPT
     put(store)
     store.clear()
     assert quarantine.cells(store.root) == []
@@ -307,6 +311,8 @@ def single_failures(tmp_path: Path, numbers: Callable[[int], int]) -> None:
         assert [item.path.read_bytes() for item in found] == [DATA] * 3
         if count[0] < failure:
             break
+        for cell in quarantine.cells(root):
+            folder.discard(cell)
     else:
         raise AssertionError("expected fewer calls")
     assert failure > 50

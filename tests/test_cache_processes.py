@@ -23,7 +23,7 @@ from graphc.store import KERNELS
 from graphc.toolchain.compile import compile_units
 from graphc.toolchain.compiler import Compiler
 from graphc.toolchain.isa import Isa
-from graphc.toolchain.sources import kernel_fields
+from graphc.toolchain.sources import kernel_fields, prelude_fields
 
 HOME = Path(__file__).resolve().parents[1]
 
@@ -60,10 +60,17 @@ def test_three_processes_make_each_kernel_once_and_survive_a_wipe(tmp_path: Path
     assert wrong == wiped[3] == "0"
 
 
-def test_waiting_for_another_process_is_shown(tmp_path: Path, compiler: Compiler) -> None:
+@pytest.mark.parametrize("name", ["mine", "precompiled header"])
+def test_waiting_for_another_process_is_shown(
+    tmp_path: Path, compiler: Compiler, name: str
+) -> None:
     store, isa = Store(tmp_path / "cache"), Isa.detect()
     unit = Unit("mine", "// mine\n")
-    digest = Key(kernel_fields(unit, isa, compiler)).digest
+    every = {
+        "mine": kernel_fields(unit, isa, compiler),
+        "precompiled header": prelude_fields(isa, compiler),
+    }
+    digest = Key(every[name]).digest
     held = locks.acquire(store.root / "locks" / digest, seconds=0)
     assert held is not None
     told: list[tuple[str, int, int]] = []
@@ -82,7 +89,7 @@ def test_waiting_for_another_process_is_shown(tmp_path: Path, compiler: Compiler
     units = [unit, Unit("other", "// other\n")]
     report = compile_units(units, isa, compiler, store, waiting=waiting)
     thread.join()
-    assert told[0] == ("mine", 1, 2)
+    assert told[0] == (name, int(name == "mine"), 2)
     assert report.compiled == 2
     assert store.check() == []
 

@@ -209,8 +209,9 @@ class _Build:
     def _compile_all(self, missing: list[_Job], jobs: int) -> None:
         try:
             self.prelude, self.prelude_file = precompiled_prelude(
-                self.isa, self.compiler, self.store, self.workspace, self.runner
-            )
+                self.isa, self.compiler, self.store, self.workspace, self.runner,
+                lambda: self._show_waiting("precompiled header"),
+            )  # fmt: skip
         except (CompileError, OSError) as error:
             self._without_prelude(str(error))
         # units of much text first: a long compile that starts last would be waited for alone
@@ -221,7 +222,7 @@ class _Build:
                 while waiting:
                     ready, _ = wait(waiting, _SHOWN_EVERY, return_when=FIRST_COMPLETED)
                     if not ready:
-                        self._show_waiting()
+                        self._show_waiting(min(tuple(self.elsewhere), default=""))
                     for future in ready:
                         job = waiting.pop(future)
                         stored, seconds = future.result()
@@ -231,10 +232,9 @@ class _Build:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _show_waiting(self) -> None:
-        names = sorted(self.elsewhere)
-        if names and self.waiting is not None:
-            self.waiting(names[0], self.done, self.total)
+    def _show_waiting(self, name: str) -> None:
+        if name and self.waiting is not None:
+            self.waiting(name, self.done, self.total)
 
     def _compile(self, job: _Job) -> tuple[Stored, float]:
         started = time.perf_counter()

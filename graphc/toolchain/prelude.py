@@ -7,6 +7,7 @@ the unit fails loudly and is compiled without it, so use is verified on every si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from graphc.errors import CompileError
@@ -24,10 +25,16 @@ def plain_prelude() -> tuple[str, ...]:
 
 
 def precompiled_prelude(
-    isa: Isa, compiler: Compiler, store: KernelStore, workspace: Workspace, runner: Runner
+    isa: Isa,
+    compiler: Compiler,
+    store: KernelStore,
+    workspace: Workspace,
+    runner: Runner,
+    waiting: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[str, ...], Stored]:
     """Flags that include the precompiled prelude, built now if the cache has none, and the file,
-    which must be kept referenced while the flags are in use.
+    which must be kept referenced while the flags are in use. `waiting` is called now and then
+    while another process builds it.
 
     Raises:
         CompileError: it cannot be built; compile with `plain_prelude` then.
@@ -52,6 +59,7 @@ def precompiled_prelude(
         workspace,
         label="precompiled header",
         cancelled=lambda: runner.cancelled,
+        waiting=waiting,
     )
     if compiler.kind != "gcc":
         return ("-include-pch", str(stored.path)), stored

@@ -97,6 +97,7 @@ CASES = (
     Case(16, 192, 4096, 64, latent=128),
     Case(128, 576, 4096, 8, latent=512),
     Case(16, 576, 65536, 64, latent=512),
+    Case(8, 576, 131071, 1, latent=512, cold=True, records="fp8_pow2"),
     *(Case(16, 576, 131071, 1, latent=512, cold=True, records=kind)
       for kind in ("fp8_pow2", "fp8")),
     *(Case(heads, 576, length, 1, latent=512, dense=True, cold=True, records="fp8_pow2")

@@ -139,8 +139,10 @@ def test_a_tile_of_nan_reaches_those_that_read_it(isa: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_results_are_those_of_rows_decoded_before(isa: str) -> None:
-    """Powers of two, others and every code: nothing is lost that rows of the dtype would keep."""
+@pytest.mark.parametrize("heads", [5, 16])
+def test_results_are_those_of_rows_decoded_before(isa: str, heads: int) -> None:
+    """Powers of two, others and every code: nothing is lost that rows of the dtype would keep.
+    Queries are such that their products have exact sums, in whatever order."""
     for form in ("fp8_pow2:256+bf16:32", "fp8:256+bf16:32", "mxfp8_ceil:256+bf16:32"):
         found = record_format(form)
         pages, table = cache(1, 8, 64, form)
@@ -151,7 +153,13 @@ def test_results_are_those_of_rows_decoded_before(isa: str) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             if dtype == torch.bfloat16 and form.startswith("fp8:") and isa not in PAIRS:
                 continue  # numbers of any scale are multiplied as floats, not rounded
-            q = torch.randn(1, 12, 16, found.width).to(dtype)
+            q = torch.zeros(1, 12, 16, found.width)
+            for one in q.view(-1, found.width):
+                columns = 128 * torch.randint(2, ()) + torch.randperm(128)[:6]
+                if torch.rand(()) < 0.2:
+                    columns = torch.randint(256, 288, (1,))
+                one[columns] = torch.randint(2, columns.shape) * 2.0 - 1
+            q = q[:, :, :heads].to(dtype)
             indices = choices(start, 12, 512, 77)
             options = {"latent": 256, "scale": 0.05}
             operands = [q, pages, table, start, indices]
@@ -190,3 +198,29 @@ def test_refusals() -> None:
         own = {**options, "format": "fp8:31"}
         odd = record_format("fp8:31").encode(torch.zeros(5, 16, 31))
         lower(LATENT, [q[..., :31].bfloat16(), odd, table, starts(0)], own, isa=ISAS[0])
+
+
+@pytest.mark.skipif(not PAIRS, reason="codes are multiplied between bf16 only")
+@pytest.mark.parametrize("heads", [3, 12])
+def test_codes_of_several_segments(heads: int) -> None:
+    """Scales of either sign and none, tiles of zeros, and scales beyond those of bf16."""
+    form = "fp8_pow2:192+fp8_pow2:64+bf16:32"
+    pages, table = cache(2, 6, 16, form)
+    start = starts(90, 33)
+    q = torch.randn(2, 3, heads, 288).bfloat16()
+    for latent, scale in [(192, 0.1), (128, -0.1), (64, 0.0)]:
+        for indices in (None, choices(start, 3, 96, 37)):
+            check("avx512", [q, pages, table, start, indices], form, latent=latent, scale=scale)
+    rows = torch.zeros(len(pages), 16, 288)
+    for size, tiles in [
+        (0.0, slice(0, 192)),
+        (2.0**122, slice(0, 64)),
+        (2.0**122, slice(192, 256)),
+    ]:
+        rows[:, ::3, tiles] = size
+        encoded = record_format(form).encode(rows)
+        options = {"latent": 192, "scale": 0.1, "format": form}
+        (got,) = run_rule(LATENT, [0 * q, encoded, table, start], options, isa="avx512")
+        held = exact([0 * q, record_format(form).decode(encoded, torch.float64), table, start])
+        expected = torch.ops.graphc.latent_attention(*held, latent=192, scale=0.1)
+        torch.testing.assert_close(got.double(), expected, atol=0.0, rtol=BOUND[torch.bfloat16])

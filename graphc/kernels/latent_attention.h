@@ -9,8 +9,8 @@
 // interleaved in registers, and the sums stay in that order until the end.
 //
 // Rows of types that are not multiplied as they are, and rows in records, are converted a few at a
-// time just before they are scored (latent_rows.h). Rows may be in two parts, the second (rope) in a
-// tensor of its own.
+// time just before they are scored (latent_rows.h), or between products (latent_codes.h). Rows may be in
+// two parts, the second (rope) in a tensor of its own.
 //
 // ptr = {query, rows, table, start, indices, out, partial, rope}; imm = gc_latent_shape. The first Step runs
 // over batch x queries x chunks x groups of heads. Where there is more than one chunk it leaves records
@@ -63,7 +63,19 @@ GC_INLINE vf times(vf acc, vf a, vf b) { return acc + a * b; }
 GC_INLINE vf times(vf acc, __m512i a, __m512i b) {
   return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)a);
 }
+// With an item in all lanes, read by the same instruction: compilers make two of it.
+GC_INLINE vf times_item(vf acc, const uint32_t* item, __m512i b) {
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*item));
+  return acc;
+}
 #endif
+template <class A, int P>
+GC_INLINE vf times_items(vf acc, const typename A::item* row, typename A::vec b) {
+#if defined(__AVX512BF16__)
+  if constexpr (P == 1 && std::is_same<A, Pairs>::value) return times_item(acc, row, b);
+#endif
+  return times(acc, spread<A, P>(row), b);
+}
 
 // sums[SCORE_ROWS] of vectors over the steps [0, n) of q [..][VL], P items of a row at a time.
 template <class A, int P>
@@ -83,13 +95,13 @@ GC_INLINE void score_rows(const typename A::item* q, const typename A::item* con
       const auto qv = load<typename A::vec>(q + (i + p) * VL);
 #pragma GCC unroll 8
       for (int j = 0; j < SCORE_ROWS; j++)
-        acc[p][j] = times(acc[p][j], spread<A, P>(r[j] + (i + p) * P), qv);
+        acc[p][j] = times_items<A, P>(acc[p][j], r[j] + (i + p) * P, qv);
     }
   }
   for (; i < n; i++) {
     const auto qv = load<typename A::vec>(q + i * VL);
 #pragma GCC unroll 8
-    for (int j = 0; j < SCORE_ROWS; j++) acc[0][j] = times(acc[0][j], spread<A, P>(r[j] + i * P), qv);
+    for (int j = 0; j < SCORE_ROWS; j++) acc[0][j] = times_items<A, P>(acc[0][j], r[j] + i * P, qv);
   }
 #pragma GCC unroll 8
   for (int j = 0; j < SCORE_ROWS; j++)
@@ -165,8 +177,8 @@ struct FloatColumns {
       }
     }
   }
-  // Where column i of a tile lies.
-  static int64_t place(int64_t i) { return i; }
+  // A tile of sums as they are, and in the order of columns.
+  static void order(const float* o, vf (&v)[2]) { v[0] = load<vf>(o), v[1] = load<vf>(o + VL); }
 };
 
 #if defined(__AVX512BF16__)
@@ -201,8 +213,54 @@ struct PairColumns {
       }
     }
   }
-  static int64_t place(int64_t i) { return (i >> 2 & 1) * VL + (i >> 3) * 4 + (i & 3); }
+  static void order(const float* o, vf (&v)[2]) {
+    const __m512 lo = _mm512_loadu_ps(o), hi = _mm512_loadu_ps(o + VL);
+    const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+    const __m512i second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    v[0] = (vf)_mm512_permutex2var_pd((__m512d)lo, first, (__m512d)hi);
+    v[1] = (vf)_mm512_permutex2var_pd((__m512d)lo, second, (__m512d)hi);
+  }
 };
+#endif
+
+#if defined(__AVX512BF16__)
+// Quarters of four vectors as four vectors, `step` apart.
+GC_INLINE void put_quarters(__m512i a, __m512i b, __m512i c, __m512i d, uint32_t* to, int64_t step) {
+  const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x88), ab1 = _mm512_shuffle_i32x4(a, b, 0xdd);
+  const __m512i cd = _mm512_shuffle_i32x4(c, d, 0x88), cd1 = _mm512_shuffle_i32x4(c, d, 0xdd);
+  _mm512_storeu_si512(to, _mm512_shuffle_i32x4(ab, cd, 0x88));
+  _mm512_storeu_si512(to + step, _mm512_shuffle_i32x4(ab1, cd1, 0x88));
+  _mm512_storeu_si512(to + 2 * step, _mm512_shuffle_i32x4(ab, cd, 0xdd));
+  _mm512_storeu_si512(to + 3 * step, _mm512_shuffle_i32x4(ab1, cd1, 0xdd));
+}
+// Sixteen items of each head as vectors of all heads: of one item, or of two of half as many heads.
+GC_INLINE void items_to_lanes(__m512i (&r)[16], uint32_t* to) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) put_quarters(r[k], r[4 + k], r[8 + k], r[12 + k], to + k * VL, 4 * VL);
+}
+GC_INLINE void items_to_lanes(__m512i (&r)[8], uint32_t* to) {
+  __m512i t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm512_unpacklo_epi64(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi64(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int k = 0; k < 2; k++) put_quarters(t[k], t[2 + k], t[4 + k], t[6 + k], to + k * VL, 2 * VL);
+}
 #endif
 
 template <class A> struct Columns { typedef FloatColumns type; };
@@ -212,9 +270,12 @@ template <> struct Columns<Pairs> { typedef PairColumns type; };
 
 // T: of queries and results; A: arithmetic; P: items of a row that lanes share out; S: what rows are
 // stored as.
-template <class T, class A, int P, class S> struct LatentAttention {
+// V: the order of sums.
+template <class T, class A, int P, class S, class V = typename Columns<A>::type>
+struct LatentAttention {
+  typedef T Query;
   typedef typename A::item Item;
-  typedef typename Columns<A>::type Values;
+  typedef V Values;
   static constexpr int64_t LANES = VL / P;
   static constexpr bool FLOATS = std::is_same<A, Floats>::value;
 
@@ -244,21 +305,44 @@ template <class T, class A, int P, class S> struct LatentAttention {
 
   // Queries of `heads` heads as lanes; lane h * P + p holds the items i * P + p.
   void load_query(const T* x, int64_t heads) {
-    const float scale = (float)float_of(s->scale);
-    const int64_t items = A::steps(s->width);
-    memset((void*)q, 0, (size_t)(steps * VL) * sizeof(Item));
-    for (int64_t h = 0; h < heads; h++, x += s->q_h)
-      for (int64_t i = 0; i < items; i++) {
-        Item item;
-        if constexpr (FLOATS) {
-          item = scale == 0.0f ? 0.0f : scale < 0.0f ? -to_float(x[i]) : to_float(x[i]);
-        } else {
-          memcpy(&item, x + 2 * i, 4);
-          item = scale == 0.0f ? 0 : scale < 0.0f ? item ^ 0x80008000u : item;
-        }
-        q[i / P * VL + h * P + i % P] = item;
+    if constexpr (FLOATS) {
+      const float scale = (float)float_of(s->scale);
+      memset((void*)q, 0, (size_t)(steps * VL) * sizeof(Item));
+      for (int64_t h = 0; h < heads; h++, x += s->q_h)
+        for (int64_t i = 0; i < s->width; i++)
+          q[i / P * VL + h * P + i % P] =
+              scale == 0.0f ? 0.0f : scale < 0.0f ? -to_float(x[i]) : to_float(x[i]);
+#if defined(__AVX512BF16__)
+    } else {
+      const int64_t items = A::steps(s->width);
+      for (int64_t i = 0; i < items; i += VL) {
+        const __mmask16 some = (__mmask16)((1u << min64(VL, items - i)) - 1);
+        put_items(i, heads, [&](int64_t h) __attribute__((always_inline)) {
+          return _mm512_maskz_loadu_epi32(some, x + h * s->q_h + 2 * i);
+        });
       }
+#endif
+    }
   }
+#if defined(__AVX512BF16__)
+  // Items with the sign of the scale.
+  inline __attribute__((always_inline)) __m512i with_sign(__m512i items) const {
+    const float scale = (float)float_of(s->scale);
+    if (scale == 0.0f) return _mm512_setzero_si512();
+    return _mm512_xor_si512(items, _mm512_set1_epi32(scale < 0.0f ? (int)0x80008000 : 0));
+  }
+  // The items [i, i + VL) of all heads, those of one from get(head).
+  template <class F>
+  inline __attribute__((always_inline)) void put_items(int64_t i, int64_t heads, F get) {
+    __m512i r[LANES];
+#pragma GCC unroll 16
+    for (int64_t h = 0; h < LANES; h++) {
+      r[h] = _mm512_setzero_si512();
+      if (h < heads) r[h] = with_sign(get(h));
+    }
+    items_to_lanes(r, (uint32_t*)q + i / P * VL);
+  }
+#endif
 
   // Weights of n rows, of which those up to whole tiles are scored; updates maximum and total.
   void softmax(int64_t n) {
@@ -337,7 +421,24 @@ template <class T, class A, int P, class S> struct LatentAttention {
 
   // Heads [h0, h0 + heads) of query t of sequence b over chunk `chunk` of its rows.
   void run(int64_t b, int64_t t, int64_t h0, int64_t heads, int64_t chunk) {
-    load_query((const T*)args->ptr[0] + b * s->q_b + t * s->q_t + h0 * s->q_h, heads);
+    load_query(query(b, t, h0), heads);
+    const int64_t split = A::steps(rows.in_place()) / P;
+    start(b, t, chunk);
+    for (int64_t n; (n = rows.next()) > 0;) {
+      for (int64_t j = 0; j < n; j += SCORE_ROWS) {
+        rows.stage(j);
+        score_tile<A, P>(q, rows.items + j, rows.parted() ? split : steps, rows.tails + j,
+                         rows.parted() ? steps - split : 0, scores + j * LANES, rows.ahead(j));
+      }
+      softmax(n);
+      mix(rows.items, n, heads);
+    }
+    finish(b, t, h0, heads, chunk);
+  }
+  const T* query(int64_t b, int64_t t, int64_t h0) const {
+    return (const T*)args->ptr[0] + b * s->q_b + t * s->q_t + h0 * s->q_h;
+  }
+  void start(int64_t b, int64_t t, int64_t chunk) {
     for (int i = 0; i < VL; i++) base[i] = NEGATIVE_INFINITY, total[i] = 0.0f;
     memset(out, 0, (size_t)(LANES * ldo) * sizeof(float));
     const int64_t seen = rows_seen((const int32_t*)args->ptr[3], b, t, s->rows.capacity);
@@ -351,17 +452,6 @@ template <class T, class A, int P, class S> struct LatentAttention {
     const int64_t piece = ((count + s->chunks - 1) / s->chunks + SCORE_ROWS - 1) & -SCORE_ROWS;
     const int64_t first = min64(count, chunk * piece), last = min64(count, first + piece);
     rows.start(b, indices, seen, first, last - first);
-    const int64_t split = A::steps(rows.in_place()) / P;
-    for (int64_t n; (n = rows.next()) > 0;) {
-      for (int64_t j = 0; j < n; j += SCORE_ROWS) {
-        rows.stage(j);
-        score_tile<A, P>(q, rows.items + j, rows.parted() ? split : steps, rows.tails + j,
-                         rows.parted() ? steps - split : 0, scores + j * LANES, rows.ahead(j));
-      }
-      softmax(n);
-      mix(rows.items, n, heads);
-    }
-    finish(b, t, h0, heads, chunk);
   }
 
   void finish(int64_t b, int64_t t, int64_t h0, int64_t heads, int64_t chunk) {
@@ -369,29 +459,42 @@ template <class T, class A, int P, class S> struct LatentAttention {
       float sum = 0.0f;
       for (int p = 0; p < P; p++) sum += total[p * LANES + h];
       const int64_t row = (b * s->queries + t) * s->heads + h0 + h;
-      const float* o = out + h * ldo;
+      const float* const o = out + h * ldo;
       if (s->chunks == 1) {
-        T* to = (T*)args->ptr[5] + row * s->latent;
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        for (int64_t i = 0; i < s->latent; i++) to[i] = (T)(at(o, i) * inverse);
+        T* const to = (T*)args->ptr[5] + row * s->latent;
+        const vf inverse = splat(sum == 0.0f ? 0.0f : 1.0f / sum);
+        each_column(o, [&](int64_t i, int64_t n, vf v) __attribute__((always_inline)) {
+          if (n >= VL) vstore(to + i, v * inverse, All{});
+          else vstore(to + i, v * inverse, First{n});
+        });
       } else {
-        float* to = (float*)args->ptr[6] + (row * s->chunks + chunk) * (HEAD + ldo);
+        float* const to = (float*)args->ptr[6] + (row * s->chunks + chunk) * (HEAD + ldo);
         to[0] = base[h];
         to[1] = sum;
-        for (int64_t i = 0; i < s->latent; i++) to[HEAD + i] = at(o, i);
+        each_column(o, [&](int64_t i, int64_t, vf v) __attribute__((always_inline)) {
+          store(to + HEAD + i, v);
+        });
       }
     }
   }
-  static float at(const float* o, int64_t i) {
-    return o[i / Values::count * Values::count + Values::place(i % Values::count)];
+  // f(column, how many are left, the sums of VL columns)
+  template <class F>
+  inline __attribute__((always_inline)) void each_column(const float* o, F f) {
+    constexpr int64_t N = Values::count / VL;
+    for (int64_t c = 0; c < s->latent; c += Values::count) {
+      vf v[N];
+      Values::order(o + c, v);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < N; i++)
+        if (c + i * VL < s->latent) f(c + i * VL, s->latent - c - i * VL, v[i]);
+    }
   }
 };
 
-template <class T, class A, int P, class S>
-static void attend_units(const gc_args* args, int64_t begin, int64_t end) {
-  LatentAttention<T, A, P, S> unit(args);
+template <class Unit> static void attend_units(const gc_args* args, int64_t begin, int64_t end) {
+  Unit unit(args);
   const gc_latent_shape* s = unit.s;
-  constexpr int64_t LANES = VL / P;
+  constexpr int64_t LANES = Unit::LANES;
   const int64_t groups = (s->heads + LANES - 1) / LANES;
   for (int64_t u = begin; u < end; u++) {
     const int64_t h0 = u % groups * LANES, chunk = u / groups % s->chunks;
@@ -433,9 +536,9 @@ static void attend(const gc_args* args, int64_t begin, int64_t end) {
 #if GC_VBYTES == 64
   const gc_latent_shape* s = (const gc_latent_shape*)args->imm;
   if (s->heads <= VL / 2 && A::steps(s->width) % 2 == 0)
-    return attend_units<T, A, 2, S>(args, begin, end);
+    return attend_units<LatentAttention<T, A, 2, S>>(args, begin, end);
 #endif
-  attend_units<T, A, 1, S>(args, begin, end);
+  attend_units<LatentAttention<T, A, 1, S>>(args, begin, end);
 }
 
 }  // namespace
@@ -452,6 +555,8 @@ static void attend(const gc_args* args, int64_t begin, int64_t end) {
   GC_EXPORT void attention_latent_records_##TAG(const gc_args* args, int64_t begin, int64_t end) { \
     attend<TYPE, ARITHMETIC, uint8_t>(args, begin, end);                                          \
   }                                                                                               \
+  GC_LATENT_RECORDS_MERGE(TAG, TYPE)
+#define GC_LATENT_RECORDS_MERGE(TAG, TYPE)                                                        \
   GC_EXPORT void attention_latent_records_merge_##TAG(const gc_args* args, int64_t begin,         \
                                                       int64_t end) {                              \
     merge_chunks<TYPE>(args, begin, end);                                                         \

@@ -176,6 +176,10 @@ template <class S, class Item> class LatentRows {
     }
   }
 
+  // The rows of the block as they are stored, zeros up to whole tiles; room for numbers of all.
+  const S* const* stored() const { return rows_[turn_ ^ 1]; }
+  Number* room() const { return staged_; }
+
   // The rows AHEAD of those from `first` on.
   Coming ahead(int64_t first) {
     const int64_t j = first + AHEAD, whole = (n_ + SCORE_ROWS - 1) & -SCORE_ROWS;

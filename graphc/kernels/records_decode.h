@@ -32,7 +32,10 @@ struct E4m3Table {
     }
   }
   inline __attribute__((always_inline)) __m512i operator()(__m256i codes) const {
-    const __m512i c = _mm512_cvtepi8_epi16(codes);
+    return (*this)(_mm512_cvtepi8_epi16(codes));
+  }
+  // Codes as words, extended by their signs.
+  inline __attribute__((always_inline)) __m512i operator()(__m512i c) const {
     const __mmask32 above = _mm512_test_epi16_mask(c, _mm512_set1_epi16(0x40));
     const __m512i low = _mm512_permutex2var_epi16(part[0], c, part[1]);
     const __m512i high = _mm512_permutex2var_epi16(part[2], c, part[3]);

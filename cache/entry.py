@@ -131,7 +131,7 @@ def read_manifest(place: Path) -> tuple[Meta, Key]:
 
 class Payload:
     """The payload of an entry, opened; `meta` is what it must be. `copy` and `check` raise Damage
-    if it is not that, or OSError."""
+    if it is not that; `copy` raises OSError if the copy cannot be written."""
 
     def __init__(self, meta: Meta, file: RawIOBase, place: Path, name: str) -> None:
         self.meta, self._file, self._place, self._name = meta, file, place, name
@@ -153,7 +153,7 @@ class Payload:
     def _read(self, use: Callable[[bytes], object]) -> None:
         self._file.seek(0)
         hasher, size = hashlib.sha256(), 0
-        while block := self._file.read(_BLOCK):
+        while block := self._block():
             hasher.update(block)
             size += len(block)
             use(block)
@@ -162,6 +162,12 @@ class Payload:
             raise Damage(f"{self._name}: {what}", self._place)
         if hasher.hexdigest() != self.meta.sha256:
             raise Damage(f"{self._name}: SHA-256 differs", self._place)
+
+    def _block(self) -> bytes:
+        try:
+            return self._file.read(_BLOCK) or b""
+        except OSError as error:  # of a disk, that is: made again, it gets another place there
+            raise Damage(f"{self._name}: {error.strerror}", self._place) from None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ The first test runs a short `benchmarks/cache_faults.py`; the others reach singl
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import sqlite3
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from cache import entry, folder, locks, quarantine
+from cache.manifest import Meta
 from cache.store import Store
 from graphc.errors import UsageError
 from graphc.store import KERNELS, Stored
@@ -343,6 +345,32 @@ def test_a_cache_that_fails_altogether_costs_one_warning(store: Store, name: str
     notes = store.drain_notes()
     assert len(notes) == 1 and os.strerror(getattr(errno, name)) in notes[0]
     assert put(store).origin == "hit"
+    assert store.check() == []
+
+
+def test_a_payload_that_the_disk_cannot_read_is_made_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = put(store).key
+
+    class Broken:
+        def __init__(self, file: io.RawIOBase) -> None:
+            self.seek = file.seek
+
+        def read(self, size: int) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+    opening = entry.Payload.__init__
+
+    def opened(self: entry.Payload, meta: Meta, file: io.RawIOBase, *rest: object) -> None:
+        opening(self, meta, Broken(file), *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(entry.Payload, "__init__", opened)
+        assert store.fetch(KERNELS, FIELDS, store.workspace()) is None
+    (note,) = store.drain_notes()
+    assert key[:12] in note and note.endswith("object.o: Input/output error")
+    assert put(store).origin == "made" and put(store).origin == "hit"
     assert store.check() == []
 
 

@@ -556,7 +556,7 @@ def test_build_passes_its_options_on(
         "build demo -o out --input x=f32[1,T,4] --dynamic T=1:9 --bucket 2K --bucket 64"
         " --phase prefill --dtype bfloat16 --shapes s.yaml --disable-pass a --pass b{k=v}"
         " --verify --dump-passes dump --require-cached --jobs 3 --target x86-64-v3 --tune"
-        " --quant index=mxfp8 --precision cache=keep"
+        " --quant index=mxfp8 --precision cache=keep --fresh"
     )
     assert main(arguments.split()) == 0
     assert calls == [
@@ -579,6 +579,7 @@ def test_build_passes_its_options_on(
             "jobs": 3,
             "target": "x86-64-v3",
             "tune": True,
+            "fresh": True,
             "lookups_only": False,
             "progress": None,
         }

@@ -384,7 +384,7 @@ def test_full_disk(
         return write(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    text = fails(capsys, 2, "build", net, "-o", plan, "--bucket", "64")
+    text = fails(capsys, 2, "build", net, "-o", plan, "--bucket", "64", "--fresh")
     assert "No space left on device" in text and str(tmp_path) in text
     assert {path: path.stat().st_mtime_ns for path in plan.rglob("*")} == before
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan"]

@@ -80,9 +80,7 @@ class Campaign:
         target = Target(self.root, self.rng, free)
         done = 0
         for _ in range(count):
-            kind = self.rng.choice(kinds if len(target.free) > 2 else OTHER_DAMAGES)
-            if self.rng.random() < 0.5:
-                kind = self.rng.choice([k for k in kinds if k in ENTRY_DAMAGES])
+            kind = self._kind(kinds if len(target.free) > 2 else OTHER_DAMAGES)
             before = len(target.lost)
             try:
                 kind(target)
@@ -100,6 +98,13 @@ class Campaign:
             self.damages["empty"] += 1
             self.lost["empty"] += 1
         return done, target.lost
+
+    def _kind(self, kinds: tuple[Damage, ...]) -> Damage:
+        """Each kind once, before any comes again; then mostly those that cost entries."""
+        new = [kind for kind in kinds if not self.damages[kind.__name__]]
+        entries = [kind for kind in kinds if kind in ENTRY_DAMAGES]
+        likely = entries if entries and self.rng.random() < 0.5 else kinds
+        return self.rng.choice(new or likely)
 
     def judge(self, what: str, outcome: Outcome, lost: set[Place], *, killed: bool = False) -> None:
         """Notes whatever a build did that it should not have."""

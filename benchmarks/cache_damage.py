@@ -220,7 +220,7 @@ def broken_index(on: Target) -> None:
     """The index zeroed, emptied, cut, made of text, gone, a link, or open to others."""
     file = on.root / INDEX / DATABASE
     data = file.read_bytes()
-    start, length = on.rng.randrange(len(data)), on.rng.randrange(64, 8192)
+    start, length = on.rng.randrange(max(1, len(data))), on.rng.randrange(64, 8192)
     damage: Callable[[], object] = on.rng.choice((
         lambda: file.write_bytes(bytes(len(data))),
         lambda: file.write_bytes(bytes(64) + data[64:]),

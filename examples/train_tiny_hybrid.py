@@ -2,7 +2,8 @@
 
     python examples/train_tiny_hybrid.py train runs/tiny
     python examples/train_tiny_hybrid.py train runs/tiny --steps 6000 --resume level.pt
-    python examples/train_tiny_hybrid.py save runs/tiny graphc/models/embedded
+    python examples/train_tiny_hybrid.py train runs/long --longer runs/model
+    python examples/train_tiny_hybrid.py save runs/long graphc/models/embedded
     python examples/train_tiny_hybrid.py evaluate graphc/models/embedded
 
 The text is the standard library of the Python that runs this. Every draw comes from the seed and
@@ -17,26 +18,34 @@ import itertools
 import lzma
 import math
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from graphc.models import chunked_delta_rule, embedded, functional
 from graphc.models.alignment import Alignment, align
 from graphc.models.embedded.text import corpus
 from graphc.models.hybrid import Hybrid
 from graphc.models.hybrid_config import EMBEDDED
+from graphc.models.kda import KimiDeltaAttention
+from graphc.models.long_alignment import LongAlignment
 from graphc.models.moe import Router
+from graphc.models.states import States
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """Steps up to `until`: sequences of `length` tokens, in each of which `repeats` pieces come
     twice; `cycles`: half of the sequences are a piece of shuffled bytes over and over.
-    sparse: attention reads the chosen keys only, not all of them."""
+    sparse: attention reads the chosen keys only, not all of them. long: it does, and is trained
+    as in `graphc.models.long_alignment`, which has noise and coverage, with so many steps of the
+    indexers alone behind each step as `again` says."""
 
     until: int
     length: int
@@ -44,6 +53,10 @@ class Stage:
     repeats: int = 0
     cycles: bool = False
     rate: float = 2e-3
+    long: bool = False
+    again: int = 0
+    noise: float = 0.1
+    coverage: float = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,18 +77,38 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float = 1.0
     balance: float = 5e-3  # of the routers' bias, a step
+    shuffled: bool = True  # the order of the files
     seed: int = 0
 
     def stage(self, step: int) -> Stage:
         return next(stage for stage in self.stages if step < stage.until)
 
 
+#: goes on from a model of `Recipe`: up to 32,768 tokens, then a little of 2,048 again
+LONGER = Recipe(
+    steps=77,
+    stages=(
+        Stage(11, 8192, long=True, rate=1e-3),
+        Stage(12, 32768, long=True, rate=1e-3),
+        Stage(23, 8192, long=True, rate=1e-3),
+        Stage(24, 32768, long=True, rate=1e-3),
+        Stage(33, 32768, long=True, rate=1e-3, again=16),
+        Stage(37, 32768, long=True, rate=1e-3, again=24, noise=0.2, coverage=2.0),
+        Stage(1 << 30, 2048, sparse=True, rate=5e-4),
+    ),
+    warm_up=10, decay=40, shuffled=False,
+)  # fmt: skip
+
+
 # Text
 
 
-def stream(texts: list[bytes], seed: int) -> Tensor:
-    """int16: all texts in a drawn order, each behind the token that begins one."""
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
+def stream(texts: list[bytes], seed: int | None) -> Tensor:
+    """int16: all texts in a drawn order (None: in theirs, where neighbours have much in common),
+    each behind the token that begins one."""
+    order = torch.arange(len(texts))
+    if seed is not None:
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
     parts = []
     for i in order.tolist():
         text = torch.frombuffer(bytearray(texts[i]), dtype=torch.uint8)
@@ -121,6 +154,9 @@ def cycle(rows: Tensor, seed: int) -> None:
 
 # Training
 
+#: tokens of a sequence whose insides are all kept
+KEPT = 8192
+
 
 def slope(step: int, recipe: Recipe) -> float:
     """Of the full learning rate: up along a line, level, down along a cosine."""
@@ -150,12 +186,31 @@ class Balance:
         return worst
 
 
+def forget(model: Hybrid) -> None:
+    """Makes linear attention of long sequences compute its insides again on the way back, which
+    are most of what a step keeps: 32,768 tokens need 9 GB so."""
+
+    def forward(module: KimiDeltaAttention, x: Tensor, states: States) -> Tensor:
+        if x.shape[1] <= KEPT:
+            return KimiDeltaAttention.forward(module, x, states)
+        again: Tensor = checkpoint(
+            KimiDeltaAttention.forward, module, x, states, use_reentrant=False
+        )
+        return again
+
+    for module in model.modules():
+        if isinstance(module, KimiDeltaAttention):
+            module.forward = partial(forward, module)  # type: ignore[method-assign]
+
+
 class Trainer:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder, self.step = recipe, folder, 0
         torch.manual_seed(recipe.seed)
         self.model = Hybrid(EMBEDDED).train()
         self.alignments: list[Alignment] = align(self.model)
+        self.long = [LongAlignment(alignment.layer) for alignment in self.alignments]
+        forget(self.model)
         self.balance = Balance(self.model)
         named = list(self.model.named_parameters())
         self.indexer = [p for name, p in named if ".indexer." in name]
@@ -171,35 +226,58 @@ class Trainer:
     def train_step(self, tokens: Tensor) -> dict[str, float]:
         recipe = self.recipe
         stage, seed = recipe.stage(self.step), (recipe.seed << 32) + self.step
-        count = recipe.tokens // stage.length
+        count = max(1, recipe.tokens // stage.length)
         batch = windows(tokens, count, stage.length, seed, stage.repeats)
         if stage.cycles:
             cycle(batch[count // 2 :], seed)
         torch.manual_seed(seed)  # the indexer's sample of queries
-        for alignment in self.alignments:
-            alignment.sparse = stage.sparse
+        alignments = self._choose(stage)
         for group in self.optimizer.param_groups:
             group["lr"] = stage.rate * slope(self.step, recipe)
         logits = self.model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        apart = torch.stack([alignment.loss for alignment in self.alignments]).sum()
+        apart = torch.stack([alignment.loss for alignment in alignments]).sum()
         torch.autograd.backward(loss + apart)
         norm = torch.nn.utils.clip_grad_norm_(self.main, recipe.clip)
         torch.nn.utils.clip_grad_norm_(self.indexer, recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         worst = self.balance.step(recipe.balance * slope(self.step, recipe))
+        for _ in range(stage.again):
+            apart = self._again()
         self.step += 1
-        return {
+        found = {
             "bits": loss.item() / math.log(2), "indexer": apart.item(), "norm": norm.item(),
             "load": worst,
         }  # fmt: skip
+        if stage.long:
+            found |= {f"covered {a.layer.layer}": a.covered for a in self.long}
+        return found
+
+    def _choose(self, stage: Stage) -> Sequence[Alignment]:
+        """What stands in the sparse layers during a stage."""
+        for long in self.long:
+            long.noise, long.coverage = stage.noise, stage.coverage
+        alignments: Sequence[Alignment] = self.long if stage.long else self.alignments
+        for alignment in alignments:
+            alignment.sparse = stage.sparse or stage.long
+            alignment.layer.forward = alignment  # type: ignore[method-assign]
+        return alignments
+
+    def _again(self) -> Tensor:
+        """A step of the indexers alone: what has no gradient stays as it is."""
+        apart = torch.stack([alignment.again() for alignment in self.long]).sum()
+        torch.autograd.backward(apart)
+        torch.nn.utils.clip_grad_norm_(self.indexer, self.recipe.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return apart
 
     def run(self, every: float) -> None:
         """To the last step; a checkpoint each `every` seconds, and one where the rate still is
         level, from which a longer run goes on."""
         kept, _, digest = corpus()
-        tokens = stream(kept, self.recipe.seed)
+        tokens = stream(kept, self.recipe.seed if self.recipe.shuffled else None)
         print(f"{tokens.numel()} tokens, digest {digest}", flush=True)
         level = self.recipe.steps - self.recipe.decay
         saved = began = time.monotonic()
@@ -333,7 +411,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train, with checkpoints in a folder")
     train.add_argument("folder", type=Path)
-    train.add_argument("--steps", type=int, default=Recipe.steps)
+    train.add_argument("--steps", type=int, help="in place of the recipe's")
+    text = "long sequences, from a model in a folder as `save` writes it"
+    train.add_argument("--longer", type=Path, metavar="MODEL", help=text)
     train.add_argument("--resume", metavar="NAME", help="checkpoint in the folder to go on from")
     train.add_argument("--every", type=float, default=240.0, help="seconds between checkpoints")
     save = commands.add_parser("save", help="write a checkpoint's weights as safetensors")
@@ -351,11 +431,16 @@ def main() -> None:
         evaluate(options.folder, options.windows, options.length)
         return
     chunked_delta_rule.decays_are_bounded = lambda g: True  # this model's gates end at -5
-    trainer = Trainer(Recipe(steps=getattr(options, "steps", 1)), options.folder)
+    longer: Path | None = getattr(options, "longer", None)
+    recipe = LONGER if longer else Recipe()
+    steps = getattr(options, "steps", None) or recipe.steps
+    trainer = Trainer(dataclasses.replace(recipe, steps=steps), options.folder)
     if options.command == "save":
         trainer.resume(options.checkpoint)
         embedded.save(trainer.model, options.to)
         return
+    if longer:
+        trainer.model.load_state_dict(embedded.load(longer).state_dict())
     if options.resume:
         trainer.resume(options.resume)
     trainer.run(options.every)

@@ -19,6 +19,8 @@ from graphc.models.alignment import Alignment, align
 from graphc.models.hybrid import Hybrid, hybrid
 from graphc.models.hybrid_config import K31_MINI, PRESETS, TINY, HybridConfig
 from graphc.models.latent import LatentAttention
+from graphc.models.layers import rotary
+from graphc.models.long_alignment import LongAlignment, best_keys
 from graphc.models.residuals import AttentionResidual
 from graphc.models.states import NoStates, States, TensorStates
 
@@ -386,6 +388,77 @@ def test_only_the_indexer_learns_from_its_loss() -> None:
         alignment.loss.backward()
         optimizer.step()
     assert sum(found[-5:]) < 0.7 * sum(found[:5])
+
+
+def test_long_training_form_of_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the layer, but for which of equal scores are chosen; what it says is covered is what
+    the chosen keys have of the weights."""
+    layer, _, x = sparse_layer()
+    x = x[:1]
+    long = LongAlignment(layer, sample=150)
+    assert layer.indexer is not None
+
+    def indexer(*asked: Any, count: int) -> Tensor:
+        query, weights, key, start = asked
+        assert start is None
+        found = best_keys(query[0], weights[0], key[0], count)
+        scores = functional.index_scores(query, weights, key, 0, None)[0]
+        read = found.long().where(found >= 0, 150)
+        chosen = torch.zeros(150, 151, dtype=torch.bool).scatter(1, read, True)[:, :150]
+        best = functional.select(scores, count)
+        for ours, theirs, row in zip(chosen, best, scores, strict=True):
+            assert torch.equal(row[ours].sort().values, row[theirs].sort().values)
+        picked.append(chosen)
+        return found.unsqueeze(0)
+
+    picked: list[Tensor] = []
+    monkeypatch.setattr(functional, "lightning_indexer", indexer)
+    with torch.no_grad():
+        close(long(x, NoStates()), layer(x, NoStates()))
+        cos, sin = rotary(150, None, layer.rope, layer.theta)
+        _, nope, turned = layer.queries(x, cos, sin)
+        latent, shared = layer.rows(x, cos, sin)
+        key_up, _ = layer.expansions()
+        dots = torch.einsum("thd,hdl,sl->ths", nope[0], key_up, latent[0])
+        dots = (dots + torch.einsum("thd,sd->ths", turned[0], shared[0])) * layer.scale
+        later = torch.ones(150, 150, dtype=torch.bool).triu(1).unsqueeze(1)
+        weight = torch.softmax(dots.masked_fill(later, -torch.inf), -1)
+        covered = (weight * picked[0].unsqueeze(1)).sum(-1)
+    assert long.covered == pytest.approx(float(covered.log().mean().exp()), rel=1e-4)
+    assert covered.min() < 0.9
+    with pytest.raises(ValueError, match="one sequence"):
+        long(torch.cat([x, x]), NoStates())
+
+
+def test_long_training_covers_more_and_its_indexer_follows() -> None:
+    """Each loss reaches what it is for: coverage attention, the divergence the indexer."""
+    layer, _, x = sparse_layer()
+    long = LongAlignment(layer, sample=100)
+    assert layer.indexer is not None
+    long(x[:1].requires_grad_(), NoStates())
+    long.loss.backward()
+    assert x.grad is None
+    for name, parameter in layer.named_parameters():
+        learns = parameter.grad is not None and bool(parameter.grad.any())
+        assert learns == name.startswith("indexer."), name
+    long.coverage, long.noise = 1.0, 0.1
+    optimizer = torch.optim.Adam(layer.parameters(), 2e-3)
+    covered, apart = [], []
+    for _ in range(30):
+        long(x[:1].detach(), NoStates())
+        covered.append(long.covered)
+        optimizer.zero_grad()
+        long.loss.backward()
+        optimizer.step()
+    assert covered[-1] > covered[0] + 0.1
+    for _ in range(60):
+        optimizer.zero_grad()
+        again = long.again()
+        again.backward()
+        assert all(p.grad is None for n, p in layer.named_parameters() if "indexer" not in n)
+        optimizer.step()
+        apart.append(again.item())
+    assert sum(apart[-10:]) < 0.8 * sum(apart[:10])
 
 
 def test_every_sparse_layer_is_aligned() -> None:

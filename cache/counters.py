@@ -162,6 +162,8 @@ class _Ledger:
                     self.made[digest] = words
                 case ["lost", digest, cause] if cause in CAUSES:
                     self.cause[digest] = cause
+                case _:
+                    pass  # a line cut short, or of another version
 
     def reason(self, bucket: str, key: Key, made: bool) -> str:
         digest = key.digest[:_DIGITS]
@@ -225,6 +227,8 @@ def _count(lines: Iterable[Words]) -> Counts:
                     made.lost[cause] += int(count)
                 case ["since", when]:
                     made.since = float(when)
+                case _:
+                    pass
         except ValueError:
             continue  # half a line, of a crash or a full disk
     return made

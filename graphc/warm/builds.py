@@ -242,8 +242,7 @@ class Warm:
         self._saw(watch, begin)
 
     def _saw(self, watch: Watch, begin: int) -> None:
-        source, colon, _ = self.model.rpartition(":")
-        if not colon:
+        if ":" not in self.model:
             watch.files.add(str(Path(self.model).absolute()))
         try:
             found = of_watch(watch, PACKAGES, self.digests)

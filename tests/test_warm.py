@@ -253,7 +253,7 @@ def test_watching_tells_the_users_reads_from_those_of_packages(
         scratch.read_text()
         load_file(tmp_path / "a.safetensors")
         os.environ.get("USERS_OWN")
-        assert "NOT_THERE" not in os.environ
+        os.environ.get("NOT_THERE")
         np.random.seed(0)
         np.random.rand()
         import colorsys  # noqa: F401 - a module that nothing else loads: Python lists folders

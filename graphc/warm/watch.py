@@ -112,6 +112,7 @@ def watching() -> Iterator[Watch]:
     if not _hooked:
         sys.addaudithook(_hook)  # for good, which costs little: Python has no way to take it back
         _hooked = True
+    is_users(__file__)  # learns now where Python keeps its own: that asks for variables, too
     watch = Watch()
     with _doors(watch), _chance(watch), _variables(watch):
         _watching.append(watch)

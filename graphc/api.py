@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphc.cpu import lacking, told
 from graphc.errors import UsageError
-from graphc.from_cache import captured_graphs, warm_build
+from graphc.from_cache import build_or_take, captured_graphs
 from graphc.garbage import rarely_collected
 from graphc.options import Options as Options
 from graphc.options import Progress as Progress
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from graphc.precision import Precision
     from graphc.runtime.calibration import Peaks
     from graphc.shapes import Shapes
+    from graphc.warm.builds import Warm
 
 #: weights stay plain
 NO_CODES = "coded_linear{enabled=no}"
@@ -339,28 +340,25 @@ def build(
         options = replace(options, command=(*words, *options.words()))
     decides = decisive(options, kind="model", **front)
     with opened_store() as store:
-        warm, done = warm_build(model, output, options, store, decides)
-        if done is not None:
-            return done
-        from graphc.shapes import Shapes
 
-        # cheap checks of the user's words come before the model is loaded
-        precision_policy(Shapes.load(options.shapes), options)
-        targets_of(target, tune)
-        start = time.perf_counter()
-        if progress is not None:
-            progress("capture", 0, 0)
-        captured, variants, kind, name = captured_graphs(
-            warm, lambda: _capture(model, **front), front
-        )
-        stages = (StageRecord("capture", time.perf_counter() - start),)
-        report = build_captured(
-            captured, Path(output), replace(options, stages=stages), model=name,
-            source=kind, variants=variants, store=store,
-        )  # fmt: skip
-        if warm is not None:
-            warm.keep_plan(Path(output), decides, report.compile.compiler)
-        return report
+        def made(warm: Warm | None) -> BuildReport:
+            from graphc.shapes import Shapes
+
+            # cheap checks of the user's words come before the model is loaded
+            precision_policy(Shapes.load(options.shapes), options)
+            targets_of(target, tune)
+            start = time.perf_counter()
+            if progress is not None:
+                progress("capture", 0, 0)
+            kept = captured_graphs(warm, front, lambda: _capture(model, **front))
+            stages = (StageRecord("capture", time.perf_counter() - start),)
+            kind, name = kept.extra
+            return build_captured(
+                kept.captures[0], Path(output), replace(options, stages=stages), model=name,
+                source=kind, variants=kept.captures[1:], store=store,
+            )  # fmt: skip
+
+        return build_or_take(model, Path(output), options, store, decides, made)
 
 
 def build_decoder(
@@ -382,20 +380,19 @@ def build_decoder(
     }  # fmt: skip
     decides = decisive(options, kind="decoder", named=str(model), **sizes)
     with opened_store() as store:
-        warm, done = warm_build(model, output, options, store, decides)
-        if done is not None:
-            return done
-        from graphc import decoders
 
-        report = decoders.build(model, output, options, **sizes, warm=warm, store=store)
-        if warm is not None:
-            warm.keep_plan(output, decides, report.compile.compiler)
-        return report
+        def made(warm: Warm | None) -> BuildReport:
+            from graphc import decoders
+
+            return decoders.build(model, output, options, **sizes, warm=warm, store=store)
+
+        return build_or_take(model, output, options, store, decides, made)
 
 
 def _capture(
     model: str | torch.nn.Module, inputs: Sequence[str], dynamic: Sequence[str], dtype: str | None
-) -> tuple[Captured, list[Captured], str, str]:
+) -> tuple[list[Captured], tuple[str, str]]:
+    """The captures for all lengths; kind of source and name."""
     from graphc.frontends.resolve import capture_source, resolve
     from graphc.frontends.variants import further_captures
     from graphc.lowering.classify import native_operators
@@ -408,7 +405,7 @@ def _capture(
         more = further_captures(
             source.module, source.args, source.kwargs, source.dynamic_shapes, captured, keep=keep
         )
-    return captured, more, source.kind, source.name
+    return [captured, *more], (source.kind, source.name)
 
 
 @rarely_collected()
@@ -431,8 +428,8 @@ def bisect(
     from graphc.rewrite import bisect as first_bad
 
     passes = pipeline(disable_pass, pass_options)
-    captured, _, _, _ = _capture(model, inputs or (), dynamic or (), dtype)
-    found: BisectRecord | None = first_bad(captured.graph, passes, rtol=rtol, atol=atol)
+    captures, _ = _capture(model, inputs or (), dynamic or (), dtype)
+    found: BisectRecord | None = first_bad(captures[0].graph, passes, rtol=rtol, atol=atol)
     return found
 
 

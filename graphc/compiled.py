@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Hashable, Mapping
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,6 +117,7 @@ class Compiled:
         from graphc.ir.text import print_graph
         from graphc.toolchain.compiler import Compiler, NoCompilerError
         from graphc.toolchain.isa import Isa
+        from graphc.warm.identity import PLAN_ROOMS, sources
 
         try:
             compiler = Compiler.discover().identity
@@ -126,7 +125,7 @@ class Compiled:
             compiler = "none"
         digest = hashlib.sha256()
         for part in (
-            f"{graphc.__version__} {FORMAT_VERSION} {ABI_VERSION} {_sources()}",
+            f"{graphc.__version__} {FORMAT_VERSION} {ABI_VERSION} {sources(PLAN_ROOMS)}",
             repr(Isa.detect()),
             compiler,
             repr(self.options),
@@ -157,15 +156,3 @@ def _signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) 
                 f"expected tensors and plain values as arguments, found {type(leaf).__name__}"
             )
     return tuple(parts), str(spec)
-
-
-@lru_cache(maxsize=1)
-def _sources() -> str:
-    """A digest of this package and the passes: a plan is as they were."""
-    digest = hashlib.sha256()
-    root = Path(graphc.__file__).parents[1]
-    for folder in ("graphc", "passes"):
-        for path in sorted((root / folder).rglob("*")):
-            if path.suffix in {".py", ".h", ".cpp"}:
-                digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -30,8 +30,8 @@ from graphc.api import (
 )
 from graphc.builder import Side
 from graphc.errors import CaptureError, UsageError
-from graphc.from_cache import AFRESH
-from graphc.frontends.capture import Captured, capture, noted
+from graphc.from_cache import captured_graphs
+from graphc.frontends.capture import Captured, capture
 from graphc.frontends.decoder.facts import DecoderFacts
 from graphc.frontends.decoder.resolve import opened_decoder
 from graphc.frontends.decoder.stateful import StatefulDecoder
@@ -40,7 +40,7 @@ from graphc.garbage import rarely_collected
 from graphc.ir.graph import Graph, Value
 from graphc.ir.specialise import specialise
 from graphc.lowering.classify import native_operators
-from graphc.options import decisive
+from graphc.options import shapes_digest
 from graphc.plan import DecoderPlan
 from graphc.quantization import quantization
 from graphc.report import BuildReport, PassRecord, StageRecord
@@ -111,16 +111,9 @@ class Traced:
     text: str
     files: Mapping[str, str]
 
-    def plain(self) -> dict[str, Any]:
-        """All but the captures, as JSON; `of_kept` reads it back."""
-        return {
-            "name": self.name, "decoder": self.decoder.plain(), "limits": asdict(self.limits),
-            "buckets": dict(self.buckets), "text": self.text, "files": dict(self.files),
-        }  # fmt: skip
-
     @staticmethod
-    def of_kept(kept: Kept, seconds: float) -> Traced:
-        """What an earlier build left in the cache."""
+    def of(kept: Kept, seconds: float) -> Traced:
+        """What `_trace` told, now or in an earlier build."""
         data = kept.extra
         return Traced(
             data["name"], DecoderFacts.of_plain(data["decoder"]), kept.captures,
@@ -183,30 +176,19 @@ def trace(
     clock = time.perf_counter()
     if options.progress is not None:
         options.progress("capture", 0, 0)
-    if warm is None:
-        return _trace(model, options, limits, dtype)
-    wanted = decisive(Options(shapes=options.shapes, buckets=options.buckets))
-    key = {
-        **wanted, "kind": "decoder", "limits": asdict(limits), "dtype": dtype,
-        "kept whole": sorted(native_operators()),
+    front = {
+        "kind": "decoder", "limits": asdict(limits), "dtype": dtype,
+        "buckets": options.buckets, "shapes": shapes_digest(options),
     }  # fmt: skip
-    kept = warm.captures(key)
-    if kept is not None:
-        return Traced.of_kept(kept, time.perf_counter() - clock)
-    with warm.observing():
-        traced = _trace(model, options, limits, dtype)
-    warm.keep_captures(key, traced.captures, traced.plain(), traced.seconds)
-    if warm.reason:
-        first = noted(traced.captures[0], AFRESH.format(warm.reason))
-        traced = replace(traced, captures=(first, *traced.captures[1:]))
-    return traced
+    kept = captured_graphs(warm, front, lambda: _trace(model, options, limits, dtype))
+    return Traced.of(kept, time.perf_counter() - clock)
 
 
 def _trace(
     model: str | torch.nn.Module, options: Options, limits: Limits, dtype: str | None
-) -> Traced:
+) -> tuple[Sequence[Captured], dict[str, Any]]:
+    """The captures, and the rest of a Traced as JSON."""
     table = Shapes.load(options.shapes)
-    clock = time.perf_counter()
     with opened_decoder(model, dtype=dtype, pages=TRACED_PAGES, slots=TRACED_SLOTS) as found:
         decoder, longest = found
         most = min(longest, limits.context or longest)
@@ -218,10 +200,12 @@ def _trace(
         _check(limits)
         captures = _captures(decoder, limits, native_operators())
         text, files = _text(model, decoder)
-        facts = DecoderFacts.of(decoder)
-    name = Path(model).name if isinstance(model, str) else type(model).__name__
-    seconds = time.perf_counter() - clock
-    return Traced(name, facts, captures, limits, buckets, seconds, text, files)
+        facts = DecoderFacts.of(decoder).plain()
+    return captures, {
+        "name": Path(model).name if isinstance(model, str) else type(model).__name__,
+        "decoder": facts, "limits": asdict(limits), "buckets": buckets, "text": text,
+        "files": files,
+    }  # fmt: skip
 
 
 @rarely_collected()

@@ -68,16 +68,20 @@ NOT_DECISIVE = {
 }  # fmt: skip
 
 
-def decisive(options: Options, **further: object) -> dict[str, object]:
-    """All that decides which plan comes out of a model, as plain JSON."""
+def shapes_digest(options: Options) -> str:
+    """SHA-256 of the shapes file that is used; "" if it is not there."""
     from graphc.plan_io import file_digest
     from graphc.shapes import find_file
 
+    shapes = find_file(options.shapes)
+    return file_digest(shapes) if shapes.is_file() else ""
+
+
+def decisive(options: Options, **further: object) -> dict[str, object]:
+    """All that decides which plan comes out of a model, as plain JSON."""
     made: dict[str, object] = {
         field.name: getattr(options, field.name)
         for field in fields(options)
         if field.name not in NOT_DECISIVE
     }
-    shapes = find_file(options.shapes)
-    made["shapes"] = file_digest(shapes) if shapes.is_file() else ""
-    return {**made, **further}
+    return {**made, "shapes": shapes_digest(options), **further}

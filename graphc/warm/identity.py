@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 import graphc
+from graphc.plan_io import file_digest
 
 ROOT = Path(graphc.__file__).resolve().parents[1]
 #: packages of ours that decide what a plan is
@@ -83,14 +84,14 @@ class FileDigests:
         """64 hexadecimal digits. Raises OSError."""
         status = path.stat()
         if status.st_size < _REMEMBERED or self._memory is None:
-            return _hashed(path)
+            return file_digest(path)
         known = self._known().get(str(path))
         facts = (
             status.st_size, status.st_ctime_ns, status.st_mtime_ns, status.st_ino, status.st_dev
         )  # fmt: skip
         if known is not None and msgspec.structs.astuple(known)[:-1] == facts:
             return known.sha256
-        found = _hashed(path)
+        found = file_digest(path)
         if time.time_ns() - max(status.st_ctime_ns, status.st_mtime_ns) > _SETTLED_NS:
             self._known()[str(path)] = _Seen(*facts, found)
             self._fresh = True
@@ -120,8 +121,3 @@ class FileDigests:
         except OSError:
             return
         self._fresh = False
-
-
-def _hashed(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -146,15 +146,17 @@ def on_huge_pages(values: torch.Tensor) -> torch.Tensor:
     return tensor.view(values.shape).copy_(values)
 
 
+def is_cache(case: Case, operand: torch.Tensor) -> bool:
+    """Whether it is pages, not a query of as many positions as a page has rows."""
+    return operand.dim() == 3 and operand.shape[1:] == (PAGE, case.width)
+
+
 def in_records(
     bench: Bench, case: Case, inputs: Sequence[torch.Tensor]
 ) -> tuple[str, Callable[[], object]]:
     """What runs over the same rows in records, and its name."""
     form = record_format(f"{case.records}:{case.latent}+bf16:{case.width - case.latent}")
-    narrow = tuple(
-        on_huge_pages(form.encode(x)) if x.dim() == 3 and x.shape[1:] == (PAGE, case.width) else x
-        for x in inputs
-    )
+    narrow = tuple(on_huge_pages(form.encode(x)) if is_cache(case, x) else x for x in inputs)
     session = bench.session(Calls(case, str(form)), narrow)
     return case.records, partial(session.run, *narrow)
 
@@ -195,7 +197,7 @@ def measure(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> None:
             count = max(1, TOTAL // nbytes) if case.cold else 1
             inputs = operands(case, kind, count)
             run = partial(bench.session(Calls(case), inputs).run, *inputs)
-            caches = [x for x in inputs if x.dtype == kind and x.shape[1] == PAGE]
+            caches = [x for x in inputs if is_cache(case, x)]
             size = case.rows * case.width * kind.itemsize if case.chooses else nbytes
             calls = {"ours": run, "read": partial(_read, read, caches, size)}
             if case.records and dtype == "bf16":

@@ -76,7 +76,10 @@ def test_heads_that_share_keys(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(BOUND))
 def test_widths_of_heads_that_share_keys(isa: str, dtype: torch.dtype) -> None:
     """Wide and uneven rows, few and many heads: each way to read them."""
-    for group, d, dv in [(2, 256, 256), (4, 80, 72), (7, 17, 300), (8, 256, 128), (12, 128, 128)]:
+    for group, d, dv in [
+        (1, 256, 256), (1, 192, 192), (2, 256, 256), (3, 64, 512), (4, 80, 72), (4, 128, 128),
+        (7, 17, 300), (8, 256, 128), (12, 128, 128), (20, 64, 96),
+    ]:  # fmt: skip
         q = rows(1, group, 1, d, dtype=dtype)
         for tk in (40, 700):
             k, v = rows(1, 1, tk, d, dtype=dtype), rows(1, 1, tk, dv, dtype=dtype)

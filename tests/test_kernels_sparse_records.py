@@ -224,3 +224,32 @@ def test_codes_of_several_segments(heads: int) -> None:
         held = exact([0 * q, record_format(form).decode(encoded, torch.float64), table, start])
         expected = torch.ops.graphc.latent_attention(*held, latent=192, scale=0.1)
         torch.testing.assert_close(got.double(), expected, atol=0.0, rtol=BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("heads", [5, 16])
+def test_rows_that_differ_from_their_neighbours(isa: str, heads: int) -> None:
+    """Some with numbers too small to be normal, some with scales that are no powers of two, tiny or
+    zero, amid plain ones, over several blocks of rows."""
+    form = "fp8_pow2:256+bf16:32"
+    found = record_format(form)
+    pages, table = cache(2, 12, 64, form)
+    spoilt = torch.randint(8, pages.shape[:2])
+    small = torch.randint(0, 8, (*pages.shape[:2], 256)) + 128 * torch.randint(
+        2, (*pages.shape[:2], 256)
+    )
+    few = torch.rand(*pages.shape[:2], 256) < 0.02
+    pages[..., :256] = torch.where((spoilt == 1)[..., None] & few, small, pages[..., :256]).to(
+        torch.uint8
+    )
+    pages[..., :256][spoilt == 2] = 0
+    scales = pages[..., 256:264].contiguous().view(torch.float32)
+    scales[..., 1][spoilt == 3] *= 0.7
+    scales[spoilt == 4] = 2.0**-120
+    scales[..., 0][spoilt == 5] = 0.0
+    pages[..., 256:264] = scales.view(torch.uint8)
+    assert found.decode(pages, torch.float64).isfinite().all()
+    q = torch.randn(2, 3, heads, 288).bfloat16()
+    start = starts(90, 700)
+    for indices in (None, choices(start, 3, 768, 333)):
+        check(isa, [q, pages, table, start, indices], form, latent=256)

@@ -11,18 +11,26 @@
 namespace {
 using namespace gc;
 
-constexpr int64_t FEW = 16;  // rows of a unit that memory sets the pace of
+// Rows of a unit that memory sets the pace of where they are read as a whole, and in turns.
+template <class T> constexpr int64_t FEW = sizeof(T) == 4 ? 4 : 2;
+template <class T> constexpr int64_t MANY = GC_VBYTES == 64 ? 16 : sizeof(T) == 4 ? 8 : 3;
 
 // Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
 // that neither changes between keys and values nor stops for a softmax: with few rows, whose values
 // are walked over as a whole, a whole piece is one block. Else scores, weights and values stay near,
-// and what comes a turn later is asked for.
-constexpr bool in_one(int64_t rows, int64_t dv) {
-  return dv == 4 * PAIR ? rows <= FEW : rows < 4 && dv < 4 * PAIR;
+// and what comes some turns later is asked for.
+template <class T> constexpr bool in_one(int64_t rows, int64_t dv) {
+  return dv == 4 * PAIR ? rows <= FEW<T> : rows < 4 && dv < 4 * PAIR;
 }
-constexpr int64_t block_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 512 : 128; }
-// Keys and values are read in turns of so many, which are also the longest sums.
-constexpr int64_t turn_keys(int64_t rows, int64_t dv) { return in_one(rows, dv) ? 256 : 32; }
+template <class T> constexpr int64_t block_keys(int64_t rows, int64_t dv) {
+  return in_one<T>(rows, dv) ? 512 : 128;
+}
+// Keys and values are read in turns of so many, which are also the longest sums: a page of values where
+// memory sets the pace.
+template <class T> constexpr int64_t turn_keys(int64_t rows, int64_t dv) {
+  if (in_one<T>(rows, dv)) return 256;
+  return rows > MANY<T> ? 32 : max64(8, min64(32, 4096 / (dv * (int64_t)sizeof(T))));
+}
 
 // One unit of work: some rows of a batch over a piece of the keys.
 template <class T>
@@ -71,10 +79,13 @@ struct Unit {
     }
   }
 
-  bool one() const { return in_one(rows, s->dv); }
-  // The rows that come a turn after those at p.
-  Later a_turn_later(const T* p, int64_t width, int64_t step) const {
-    return later(p + turn_keys(rows, s->dv) * step, width, step);
+  bool one() const { return in_one<T>(rows, s->dv); }
+  // Whether values are walked over more than once, or some columns after the others.
+  bool in_tiles() const { return !one() && (rows > 1 || s->dv != WIDE<1> * PAIR); }
+  // The rows that come some turns after those at p.
+  Twice turns_later(const T* p, int64_t width, int64_t step) const {
+    const int64_t ahead = turn_keys<T>(rows, s->dv) * (rows > MANY<T> ? 1 : 3);
+    return {later(p + ahead * step, width, step), ahead / 2 * step * (int64_t)sizeof(T)};
   }
 
   // Scores of the n keys from k0 on, `place` keys into their block.
@@ -83,10 +94,17 @@ struct Unit {
       const T* k = keys[i] + at * g.k_t;
       float* const o = scores + place + to;
       int64_t r = 0;
-      if (rows >= 4) {
-        if (one()) dot_keys<T, 4>(q, ldq, k, g.k_t, s->d, m, o, lds);
-        else dot_keys<T, 4>(q, ldq, k, g.k_t, s->d, m, o, lds, a_turn_later(k, s->d, g.k_t));
-        r = 4;
+      const auto first = [&](auto count, auto&& next) __attribute__((always_inline)) {
+        constexpr int R = decltype(count)::count;
+        dot_keys<T, R>(q, ldq, k, g.k_t, s->d, m, o, lds, next);
+        r = R;
+      };
+      if (in_tiles()) {
+        if (rows >= 4) first(Count<4>(), turns_later(k, s->d, g.k_t));
+        else if (rows >= 2) first(Count<2>(), turns_later(k, s->d, g.k_t));
+        else first(Count<1>(), turns_later(k, s->d, g.k_t));
+      } else if (rows >= 4) {
+        first(Count<4>(), Quiet());
       }
       for (; r + 4 <= rows; r += 4)
         dot_keys<T, 4>(q + r * ldq, ldq, k, g.k_t, s->d, m, o + r * lds, lds, Near());
@@ -110,8 +128,11 @@ struct Unit {
       const W* w = weights + place + to;
       const bool start = place + to == 0;  // sums of the blocks before are rescaled
       int64_t r = 0;
-      if (!one() && rows >= 4) {
-        mix_rows<4>(0, w, v, g.v_t, m, start, a_turn_later(v, s->dv, g.v_t));
+      if (in_tiles() && rows < 4) {
+        mix_rows<1>(0, w, v, g.v_t, m, start, turns_later(v, s->dv, g.v_t));
+        r = 1;
+      } else if (in_tiles()) {
+        mix_rows<4>(0, w, v, g.v_t, m, start, turns_later(v, s->dv, g.v_t));
         for (r = 4; r + 4 <= rows; r += 4) mix_rows<4>(r, w, v, g.v_t, m, start);
       }
       if (one())
@@ -166,7 +187,7 @@ struct Unit {
   // The values of a block are read in turn with the keys of the next: memory delivers both.
   void run() {
     const int64_t count = last - first, blocks = max64(1, count / (lds / 2));
-    const int64_t size = (count + blocks - 1) / blocks, turn = turn_keys(rows, s->dv);
+    const int64_t size = (count + blocks - 1) / blocks, turn = turn_keys<T>(rows, s->dv);
     for (int64_t k0 = first - size, n = 0; k0 < last;) {
       const int64_t after = k0 + size, m = max64(0, min64(size, last - after));
       for (int64_t place = 0; place < max64(n, m); place += turn) {
@@ -208,7 +229,7 @@ static void decode(const gc_args* args, int64_t begin, int64_t end) {
   u.parts = sizeof(W) == 2 && all <= EXACT ? 2 : 1;
   u.out = (float*)args->scratch;
   u.scores = u.out + most * u.ldo;
-  u.lds = 2 * block_keys(most, s->dv);
+  u.lds = 2 * block_keys<T>(most, s->dv);
   u.weights = (W*)(u.scores + most * u.lds);
   float* const natural = u.scores + 2 * most * u.lds;
   u.maximum = natural + u.ldo;

@@ -156,6 +156,15 @@ struct Later {
     at = 0;
   }
 };
+// And again `back` bytes before: of what a core asks for faster than memory delivers, some is dropped.
+struct Twice : Later {
+  int64_t back;
+  inline __attribute__((always_inline)) void ask(int64_t n) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(p + i - back, 0, 2);
+    Later::ask(n);
+  }
+};
 // The rows of `width` elements from p on, `step` elements apart.
 template <class T> GC_INLINE Later later(const T* p, int64_t width, int64_t step) {
   const int64_t size = sizeof(T);

@@ -119,21 +119,21 @@ GC_INLINE void mix_any(int parts, const W* p, int64_t ldp, const T* v, int64_t s
     mix_block<T, R, C, FULL>(p, ldp, v, step, keys, n, factor, out, ldo, next);
 }
 
-// Rows are read as a whole where registers hold the sums.
+// PAIRs of columns that registers hold the sums of R rows of: values of so many are read as a whole.
+template <int R> constexpr int WIDE = GC_VBYTES == 64 ? 8 / R : R == 1 ? 4 : 2;
 template <class T, int R, class Next = Quiet>
 static void mix_keys(int parts, const typename Query<T>::type* p, int64_t ldp, const T* v, int64_t step,
                      int64_t dv, int64_t keys, const float* factor, float* out, int64_t ldo,
                      Next&& next = Next()) {
-  constexpr int WIDE = GC_VBYTES == 64 ? 8 / R : R == 1 ? 4 : 2;
   int64_t c = 0;
   const auto columns = [&](auto count) __attribute__((always_inline)) {
     constexpr int C = decltype(count)::count;
     for (; c + C * PAIR <= dv; c += C * PAIR)
       mix_any<T, R, C, true>(parts, p, ldp, v + c, step, keys, PAIR, factor, out + c, ldo, next);
   };
-  columns(Count<WIDE>());
-  if (WIDE > 4) columns(Count<4>());
-  if (WIDE > 2) columns(Count<2>());
+  columns(Count<WIDE<R>>());
+  if (WIDE<R> > 4) columns(Count<4>());
+  if (WIDE<R> > 2) columns(Count<2>());
   columns(Count<1>());
   if (c < dv)
     mix_any<T, R, 1, false>(parts, p, ldp, v + c, step, keys, dv - c, factor, out + c, ldo, next);

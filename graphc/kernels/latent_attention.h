@@ -349,9 +349,13 @@ struct LatentAttention {
     const int64_t full = (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS;
     for (int64_t j = n * LANES; j < full * LANES; j++) scores[j] = NEGATIVE_INFINITY;
     const int64_t vectors = full / P;
-    vf top[2] = {load<vf>(base), load<vf>(base)};
-    for (int64_t j = 0; j < vectors; j++) top[j % 2] = max_or_first(top[j % 2], load<vf>(scores + j * VL));
-    const vf before = load<vf>(base), now = shared(max_or_first(top[0], top[1]));
+    const vf before = load<vf>(base);
+    vf top = before, other = before;
+    for (int64_t j = 0; j < vectors; j += 2) {  // an even number, as SCORE_ROWS / P is
+      top = max_or_first(top, load<vf>(scores + j * VL));
+      other = max_or_first(other, load<vf>(scores + (j + 1) * VL));
+    }
+    const vf now = shared(max_or_first(top, other));
     const vf from = now == NEGATIVE_INFINITY ? vf{} : now;
     const vf rescale = exp2_weight<true>((before - from) * factor);
     vf sum[2] = {};
@@ -366,16 +370,20 @@ struct LatentAttention {
       }
 #endif
     } else {
-      for (int64_t j = 0; j < vectors; j++) {
+      const auto weigh = [&](int64_t j) __attribute__((always_inline)) {
         const vf e = exp2_weight<FLOATS>((load<vf>(scores + j * VL) - from) * factor);
-        sum[j % 2] += e;
 #if defined(__AVX512BF16__)
         if constexpr (!FLOATS) {
           _mm256_storeu_si256((__m256i*)(scores + j * LANES), interleaved(e));
-          continue;
+          return e;
         }
 #endif
         store(scores + j * VL, e);
+        return e;
+      };
+      for (int64_t j = 0; j < vectors; j += 2) {
+        sum[0] += weigh(j);
+        sum[1] += weigh(j + 1);
       }
     }
     store(base, now);

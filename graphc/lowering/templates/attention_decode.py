@@ -32,9 +32,9 @@ QUERIES, MOST_QUERIES = 8, 32
 IN_PLACE_OR_PANELS = ("in place", "panels")
 #: keys of a unit of work, about: long caches occupy all threads
 PIECE = 512
-#: GC_DECODE_ROWS; of attention_decode_driver.h FEW, and twice block_keys() up to FEW rows and
-#: beyond (64 rows, assumed where their number is not known, take as much as FEW)
-ROWS, FEW, BLOCKS = 64, 16, (1024, 256)
+#: GC_DECODE_ROWS; of attention_decode_driver.h the most that FEW is, and twice block_keys() up to
+#: FEW rows and beyond (64 rows, assumed where their number is not known, take more)
+ROWS, FEW, BLOCKS = 64, 4, (1024, 256)
 MAX_SEGMENTS = 8
 
 

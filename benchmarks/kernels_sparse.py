@@ -199,9 +199,13 @@ def measure(bench: Bench, cases: Sequence[Case], dtypes: Sequence[str]) -> None:
             run = partial(bench.session(Calls(case), inputs).run, *inputs)
             caches = [x for x in inputs if is_cache(case, x)]
             size = case.rows * case.width * kind.itemsize if case.chooses else nbytes
-            calls = {"ours": run, "read": partial(_read, read, caches, size)}
+            calls: dict[str, Callable[[], object]] = {
+                "ours": run,
+                "read": partial(_read, read, caches, size),
+            }
             if case.records and dtype == "bf16":
-                calls |= [in_records(bench, case, inputs)]
+                name, in_fp8 = in_records(bench, case, inputs)
+                calls[name] = in_fp8
             times = bench.times(calls)
             rate = 1e-9 * count * case.operations() / times["ours"]
             text = f"{rate:6.1f} GFLOP/s {100 * rate / bench.peak(dtype):5.1f} % of the peak"

@@ -13,7 +13,7 @@ using namespace gc;
 
 // Rows of a unit that memory sets the pace of where they are read as a whole, and in turns.
 template <class T> constexpr int64_t FEW = sizeof(T) == 4 ? 4 : 2;
-template <class T> constexpr int64_t MANY = GC_VBYTES == 64 ? 16 : sizeof(T) == 4 ? 8 : 3;
+constexpr int64_t MANY = GC_VBYTES == 64 ? 16 : 3;
 
 // Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
 // that neither changes between keys and values nor stops for a softmax: with few rows, whose values
@@ -29,7 +29,7 @@ template <class T> constexpr int64_t block_keys(int64_t rows, int64_t dv) {
 // memory sets the pace.
 template <class T> constexpr int64_t turn_keys(int64_t rows, int64_t dv) {
   if (in_one<T>(rows, dv)) return 256;
-  return rows > MANY<T> ? 32 : max64(8, min64(32, 4096 / (dv * (int64_t)sizeof(T))));
+  return rows > MANY ? 32 : max64(8, min64(32, 4096 / (dv * (int64_t)sizeof(T))));
 }
 
 // One unit of work: some rows of a batch over a piece of the keys.
@@ -84,7 +84,7 @@ struct Unit {
   bool in_tiles() const { return !one() && (rows > 1 || s->dv != WIDE<1> * PAIR); }
   // The rows that come some turns after those at p.
   Twice turns_later(const T* p, int64_t width, int64_t step) const {
-    const int64_t ahead = turn_keys<T>(rows, s->dv) * (rows > MANY<T> ? 1 : 3);
+    const int64_t ahead = turn_keys<T>(rows, s->dv) * (rows > MANY ? 1 : 3);
     return {later(p + ahead * step, width, step), ahead / 2 * step * (int64_t)sizeof(T)};
   }
 

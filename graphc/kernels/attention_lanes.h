@@ -156,7 +156,8 @@ struct Later {
     at = 0;
   }
 };
-// And again `back` bytes before: of what a core asks for faster than memory delivers, some is dropped.
+// And again `back` bytes before: what a core asks for faster than memory delivers seems to be dropped in
+// part.
 struct Twice : Later {
   int64_t back;
   inline __attribute__((always_inline)) void ask(int64_t n) {

@@ -11,7 +11,7 @@
 namespace {
 using namespace gc;
 
-// Rows of a unit that memory sets the pace of where they are read as a whole, and in turns.
+// The most rows of a unit that memory sets the pace of where they are read as a whole, and in turns.
 template <class T> constexpr int64_t FEW = sizeof(T) == 4 ? 4 : 2;
 constexpr int64_t MANY = GC_VBYTES == 64 ? 16 : 3;
 

@@ -6,6 +6,9 @@
 // place, and the scale is added to the exponent. Queries and sums have that order too; sums are put
 // in order at the end. Codes and scales for which that is not so (zeros, subnormal, NaN) are looked up,
 // 64 codes of two rows at a time.
+//
+// On Zen 4 shifts, logic and loads cost nothing beside the products, but a store of a whole vector
+// takes the place of one, two of half a vector don't.
 #pragma once
 #include "attention_lanes.h"
 #include "latent_attention.h"
@@ -74,12 +77,25 @@ struct CodeNumbers {
   inline __attribute__((always_inline)) __m512i even(__m512i codes, __m512i bias) const {
     return odd(_mm512_slli_epi16(codes, 8), bias);
   }
+  inline __attribute__((always_inline)) __m256i odd(__m256i codes, __m256i bias) const {
+    const __m256i low = _mm512_castsi512_si256(bits);
+    return _mm256_add_epi16(_mm256_and_si256(_mm256_srai_epi16(codes, 4), low), bias);
+  }
+  inline __attribute__((always_inline)) __m256i even(__m256i codes, __m256i bias) const {
+    return odd(_mm256_slli_epi16(codes, 8), bias);
+  }
   // As above_normal and beyond.
   inline __attribute__((always_inline)) __m512i above(__m512i codes) const {
     return _mm512_sub_epi8(_mm512_add_epi8(codes, codes), first);
   }
+  inline __attribute__((always_inline)) __m256i above(__m256i codes) const {
+    return _mm256_sub_epi8(_mm256_add_epi8(codes, codes), _mm512_castsi512_si256(first));
+  }
   inline __attribute__((always_inline)) bool irregular(__m512i above) const {
     return _mm512_cmpgt_epu8_mask(above, range) != 0;
+  }
+  inline __attribute__((always_inline)) bool irregular(__m256i above) const {
+    return _mm256_cmpgt_epu8_mask(above, _mm512_castsi512_si256(range)) != 0;
   }
   inline __attribute__((always_inline)) __m512i any_even(__m512i codes, __m512i bias) const {
     return any(_mm512_and_si512(codes, _mm512_set1_epi16(0xff)), even(codes, bias), bias);
@@ -136,8 +152,8 @@ struct CodeBlock {
     return (_mm_test_epi32_mask(bits, _mm_set1_epi32((int)0x807fffff)) |
             _mm_cmpge_epu32_mask(above, _mm_set1_epi32(224 << 23))) != 0;
   }
-  inline __attribute__((always_inline)) __m512i bias_of(int64_t j, int v) const {
-    return _mm512_set1_epi16(load<int16_t>((const int16_t*)(bias[j / 2] + layout.scale[v]) + j % 2));
+  const int16_t* bias_of(int64_t j, int v) const {
+    return (const int16_t*)(bias[j / 2] + layout.scale[v]) + j % 2;
   }
 
   bf16* numbers(int64_t j, int v) const { return made + (place[v][j / 2] * 2 + j % 2) * 64; }
@@ -164,7 +180,7 @@ struct CodeBlock {
       const __m512i codes = _mm512_loadu_si512(rows[i] + layout.code[v]);
       __m512i x, y;
       if (__builtin_expect(gc::bias_of(scale) != 0, 1)) {
-        const __m512i bias = bias_of(i, v);
+        const __m512i bias = _mm512_set1_epi16(*bias_of(i, v));
         x = made.any_even(codes, bias);
         y = made.any_odd(codes, bias);
       } else {
@@ -213,12 +229,14 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
   CodeLayout& layout = block.layout;
   bf16* ring;  // [2][SCORE_ROWS][64]: vectors of a tile of rows
   int turn;    // which of them comes next
+  uint8_t* kept;  // [lower, upper words of quarters][PAIR_ROWS][64]: codes of a vector, two rows in turn
   int64_t rest;  // lines of a tile of rows that are asked for with each vector, but for one a row
 
   explicit LatentCodes(const gc_args* a) : Base(a) {
     layout.set(s->form, s->latent);
     ring = rows.room();
-    block.made = ring + 2 * SCORE_ROWS * 64;
+    kept = (uint8_t*)(ring + 2 * SCORE_ROWS * 64);
+    block.made = (bf16*)(kept + ROWS * 64);
     const int64_t lines = (s->form.bytes + 63) / 64 * SCORE_ROWS;
     rest = (lines + layout.vectors - 1) / layout.vectors - SCORE_ROWS;
   }
@@ -241,7 +259,7 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
         }
       }
       this->softmax(n);
-      mix(codes, (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS / 2, heads);
+      mix(codes, (n + SCORE_ROWS - 1) / SCORE_ROWS * SCORE_ROWS / 2);
     }
     this->finish(b, t, h0, heads, chunk);
   }
@@ -312,7 +330,8 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
       }
       return;
     }
-    const __m512i bias[2] = {block.bias_of(j, v), block.bias_of(j + 1, v)};
+    const __m512i bias[2] = {_mm512_set1_epi16(*block.bias_of(j, v)),
+                             _mm512_set1_epi16(*block.bias_of(j + 1, v))};
     const __m512i most = N == 2 ? _mm512_max_epu8(above[0], above[N - 1]) : above[0];
     if (__builtin_expect(made.irregular(most), 0)) {
 #pragma GCC unroll 2
@@ -366,13 +385,17 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
 
   // -- heads as lanes
 
-  // Vector v of row j, one of eight.
-  inline __attribute__((always_inline)) void make(const uint8_t* row, int64_t j, int v, bf16* to,
-                                                  const CodeNumbers& made, __m512i& above) const {
-    const __m512i bias = block.bias_of(j, v), codes = _mm512_loadu_si512(row + layout.code[v]);
-    above = _mm512_max_epu8(above, made.above(codes));
-    _mm512_storeu_si512(to, made.even(codes, bias));
-    _mm512_storeu_si512(to + 32, made.odd(codes, bias));
+  // A vector of a row by halves: a whole vector that is stored takes the place of a product.
+  static inline __attribute__((always_inline)) void make(const uint8_t* from, const int16_t* by, bf16* to,
+                                                         const CodeNumbers& made, __m256i& above) {
+    const __m256i bias = _mm256_set1_epi16(*by);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      const __m256i codes = _mm256_loadu_si256((const __m256i*)(from + 32 * i));
+      above = _mm256_max_epu8(above, made.above(codes));
+      _mm256_storeu_si256((__m256i*)(to + 16 * i), made.even(codes, bias));
+      _mm256_storeu_si256((__m256i*)(to + 32 + 16 * i), made.odd(codes, bias));
+    }
   }
   __attribute__((noinline)) void look_up(Codes codes, int64_t j, int v, bool strange, bf16* to) {
     const int at = layout.code[v];
@@ -392,13 +415,15 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
     const CodeNumbers made;
     turn = 0;
     const bool strange = block.set_bias(codes, 0);
-    __m512i above = _mm512_setzero_si512();
-    for (int r = 0; r < SCORE_ROWS; r++) make(codes[r], r, 0, ring + r * 64, made, above);
+    __m256i above = _mm256_setzero_si256();
+    for (int r = 0; r < SCORE_ROWS; r++)
+      make(codes[r] + layout.code[0], block.bias_of(r, 0), ring + r * 64, made, above);
     if (strange | made.irregular(above)) look_up(codes, 0, 0, strange, ring);
     return strange;
   }
   // Scores of the rows [j, j + SCORE_ROWS), the first vector of which is in the ring. Where there are
-  // more, theirs is behind, and `strange` of them is returned.
+  // more, theirs is behind, and `strange` of them is returned; else that of these is made again, which
+  // is cheaper than asking whether to.
   __attribute__((noinline))
   bool score_tile(Codes codes, int64_t j, bool more, bool strange, Coming coming) {
     const CodeNumbers made;
@@ -408,11 +433,13 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
     for (int v = 0; v <= last; v++, turn ^= 1) {
       const bf16* const from = ring + turn * SCORE_ROWS * 64;
       bf16* const to = ring + (turn ^ 1) * SCORE_ROWS * 64;
-      const bool go = v < last || more;
-      const int64_t k0 = v < last ? j : j + SCORE_ROWS;
       const int next = v < last ? v + 1 : 0;
-      if (v == last && more) strange = block.set_bias(codes, k0);
-      __m512i above = _mm512_setzero_si512();
+      int64_t to_row = j;
+      if (v == last && more) strange = block.set_bias(codes, to_row = j + SCORE_ROWS);
+      const Codes row = codes + to_row;
+      const int64_t at = layout.code[next];
+      const int16_t* const bias = block.bias_of(to_row, next);
+      __m256i above = _mm256_setzero_si256();
 #pragma GCC unroll 8
       for (int r = 0; r < SCORE_ROWS; r++) {
         coming.line();
@@ -423,10 +450,10 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
           for (int k = 0; k < SCORE_ROWS; k++)
             acc[k] = times_item(acc[k], (const uint32_t*)(from + k * 64) + i, query);
         }
-        if (go) make(codes[k0 + r], k0 + r, next, to + r * 64, made, above);
+        make(row[r] + at, bias + r / 2 * (2 * CodeLayout::SCALES) + r % 2, to + r * 64, made, above);
       }
-      if (go && __builtin_expect(strange | made.irregular(above), 0))
-        look_up(codes, k0, next, strange, to);
+      if (__builtin_expect(strange | made.irregular(above), 0) && (v < last || more))
+        look_up(codes, to_row, next, strange, to);
       for (int64_t i = 0; i < rest; i++) coming.line();
     }
     for (int v = 0; v < layout.plain; v++) {
@@ -445,31 +472,54 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
 
   // -- values
 
-  // `out` of eight heads from h on: half of the columns of a vector.
-  template <bool HIGH>
-  inline __attribute__((always_inline)) void mix_half(Codes codes, int64_t pairs, int v, int64_t h) {
+  // Codes of two rows side by side, and by halves as above.
+  static inline __attribute__((always_inline)) void keep(uint8_t* to, __m512i pair) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(pair));
+    _mm256_storeu_si256((__m256i*)(to + 32), _mm512_extracti64x4_epi64(pair, 1));
+  }
+  // `out` of all heads, over half the columns of vector v: N of its even and odd ones, from PART on.
+  // FIRST keeps the codes for those that read them AGAIN: rows lie across lines and in as many pages as
+  // there are rows, more than a core has translations of at hand.
+  enum Reads { ONCE, FIRST, AGAIN };
+  template <bool HIGH, int PART, int N, Reads READS>
+  __attribute__((noinline)) void mix_part(Codes codes, int64_t pairs, int v) {
+    constexpr int H = VL / N;
     const CodeNumbers made;
+    vf acc[N][H] = {};
+    const uint32_t* const weights = (const uint32_t*)scores;
+    const uint32_t* const bias = block.bias[0] + layout.scale[v];
+    const int64_t at = layout.code[v];
+    uint8_t* const pair = kept + HIGH * PAIR_ROWS * 64;
     const auto both = [](__m512i x, __m512i y) __attribute__((always_inline)) {
       return HIGH ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y);
     };
-    __m512 acc[8][2] = {};
-    const uint32_t* const weights = (const uint32_t*)scores + h;
-    const uint32_t* const bias = block.bias[0] + layout.scale[v];
-    const int64_t at = layout.code[v];
+    const auto take = [&](int64_t j) __attribute__((always_inline)) {
+      if (READS == AGAIN) return _mm512_loadu_si512(pair + j * 64);
+      const __m512i x = _mm512_loadu_si512(codes[2 * j] + at);
+      const __m512i y = _mm512_loadu_si512(codes[2 * j + 1] + at);
+      if (READS == FIRST) {
+        keep(kept + j * 64, _mm512_unpacklo_epi16(x, y));
+        keep(kept + (PAIR_ROWS + j) * 64, _mm512_unpackhi_epi16(x, y));
+      }
+      return both(x, y);
+    };
     const auto add = [&](int64_t j, __m512i even, __m512i odd) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-      for (int r = 0; r < 8; r++) {
-        const __m512bh w = (__m512bh)_mm512_set1_epi32((int)weights[j * LANES + r]);
-        acc[r][0] = _mm512_dpbf16_ps(acc[r][0], (__m512bh)even, w);
-        acc[r][1] = _mm512_dpbf16_ps(acc[r][1], (__m512bh)odd, w);
+      const uint32_t* const w = weights + j * LANES;
+#pragma GCC unroll 16
+      for (int r = 0; r < H; r++) {
+        if constexpr (N == 1) {
+          acc[0][r] = times_item(acc[0][r], w + r, PART ? odd : even);
+        } else {
+          const __m512i all = _mm512_set1_epi32((int)w[r]);
+          acc[0][r] = times(acc[0][r], all, even);
+          acc[1][r] = times(acc[1][r], all, odd);
+        }
       }
     };
     uint64_t late = block.late[v];
     for (int64_t j = 0;; j++) {
       for (const int64_t end = late ? __builtin_ctzll(late) : pairs; j < end; j++) {
-        const uint8_t *x = codes[2 * j] + at, *y = codes[2 * j + 1] + at;
-        const __m512i w = both(_mm512_loadu_si512(x), _mm512_loadu_si512(y));
-        const __m512i by = _mm512_set1_epi32((int)bias[j * CodeLayout::SCALES]);
+        const __m512i w = take(j), by = _mm512_set1_epi32((int)bias[j * CodeLayout::SCALES]);
         add(j, made.even(w, by), made.odd(w, by));
       }
       if (late == 0) break;
@@ -478,20 +528,26 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
       add(j, both(_mm512_loadu_si512(x), _mm512_loadu_si512(x + 64)),
           both(_mm512_loadu_si512(x + 32), _mm512_loadu_si512(x + 96)));
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < 8; r++)
+#pragma GCC unroll 16
+    for (int r = 0; r < H; r++)
 #pragma GCC unroll 2
-      for (int c = 0; c < 2; c++) {
-        float* const o = out + (h + r) * ldo + 64 * v + (2 * HIGH + c) * VL;
-        store(o, load<vf>(o) * change[h + r] + (vf)acc[r][c]);
+      for (int i = 0; i < N; i++) {
+        float* const o = out + r * ldo + 64 * v + (2 * HIGH + PART + i) * VL;
+        store(o, load<vf>(o) * change[r] + acc[i][r]);
       }
   }
-  __attribute__((noinline)) void mix(Codes codes, int64_t pairs, int64_t heads) {
-    for (int v = 0; v < s->latent / 64; v++)
-      for (int64_t h = 0; h < heads; h += 8) {
-        mix_half<false>(codes, pairs, v, h);
-        mix_half<true>(codes, pairs, v, h);
+  void mix(Codes codes, int64_t pairs) {
+    for (int v = 0; v < s->latent / 64; v++) {
+      if constexpr (P == 1) {
+        mix_part<false, 0, 1, FIRST>(codes, pairs, v);
+        mix_part<false, 1, 1, AGAIN>(codes, pairs, v);
+        mix_part<true, 0, 1, AGAIN>(codes, pairs, v);
+        mix_part<true, 1, 1, AGAIN>(codes, pairs, v);
+      } else {
+        mix_part<false, 0, 2, ONCE>(codes, pairs, v);
+        mix_part<true, 0, 2, ONCE>(codes, pairs, v);
       }
+    }
   }
 };
 

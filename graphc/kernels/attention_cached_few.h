@@ -28,6 +28,8 @@ template <class T, class S> struct Unit {
   typedef typename Query<R>::type W;
   static constexpr bool RECORDS = std::is_same<S, uint8_t>::value;
   static constexpr bool CODES = RECORDS && std::is_same<R, bf16>::value;
+  static constexpr bool TWICE = GC_VBYTES == 64;  // whether what comes is asked for twice, in short turns
+  static constexpr int64_t MANY = 16;  // rows up to which memory sets the pace
   const gc_args* args;
   const gc_cached_shape* s;
   int64_t b, head, heads, rows;  // rows: queries of a head of keys
@@ -38,6 +40,7 @@ template <class T, class S> struct Unit {
   float *out, *scores, *maximum, *total, *factor;  // [heads][rows][ldo], [..][lds], [heads][rows]
   const S* none;       // a row of zeros, where a page is missing
   Block<S>* blocks;    // two
+  const Block<S>* after;  // the block that is read next
   Coming<S> coming;
   Quiet quiet;
   Staged<R> staged = {&s->form, RecordReader(&s->form), nullptr};
@@ -75,21 +78,55 @@ template <class T, class S> struct Unit {
     }
   }
 
-  // f(first of some rows of a head, step between them, how many, place in the block, the first of the
-  // rows after them); `first` is Stretch::k or v. Of records, `width` columns from `column` on, or,
-  // where those are multiplied as they lie, also(codes, place in the block).
+  // The row `by` rows behind row `row` of a stretch, in the order all are read: the keys of the block's
+  // heads in turn, their values, then the keys of the block after it.
+  const S* row_after(const Block<S>* block, bool values, int64_t h, int64_t i, int64_t row, int64_t by) const {
+    for (row += by; row >= block->part[i].rows;) {
+      row -= block->part[i].rows;
+      if (++i < block->count) continue;
+      i = 0;
+      if (++h < heads) continue;
+      h = 0;
+      if (values) block = after;
+      values = !values;
+      if (block->count == 0) return none;
+    }
+    const S* const x = values ? block->part[i].v : block->part[i].k;
+    if (!x) return none;
+    return values ? x + h * s->v_h + row * s->v_row : x + h * s->k_h + row * s->k_row;
+  }
+  // How many rows are read at a time.
+  int64_t turn_of(int64_t width) const {
+    if (RECORDS || !TWICE || !tiled() || rows > MANY) return TURN;
+    return turn_rows(width * (int64_t)sizeof(S));
+  }
+  // What asks for those some turns later meanwhile: not where the reader of records has done so.
+  auto next_rows(const Block<S>* block, bool values, int64_t h, int64_t i, int64_t row) const {
+    const int64_t width = values ? s->dv : s->d, step = values ? s->v_row : s->k_row;
+    const auto rows_after = [&](int64_t turns) {
+      return later(row_after(block, values, h, i, row, turns * turn_of(width)), width, step);
+    };
+    if constexpr (RECORDS) return Near();
+    else if constexpr (TWICE) return Twice{rows_after(rows > MANY ? 1 : 3), rows_after(rows > MANY ? 1 : 2)};
+    else return rows_after(1);
+  }
+
+  // f(first of some rows of head h, step between them, how many, place in the block, what asks for those
+  // to come). Of records, the columns of that head, or, where those are multiplied as they lie,
+  // also(codes, place in the block).
   template <class F, class G>
-  void turns(const Block<S>* block, const S* Stretch<S>::*first, int64_t step, int64_t offset,
-             int64_t column, int64_t width, F f, G also) {
+  void turns(const Block<S>* block, bool values, int64_t h, F f, G also) {
+    const int64_t step = values ? s->v_row : s->k_row, offset = h * (values ? s->v_h : s->k_h);
+    const int64_t width = values ? s->dv : s->d;
+    const int64_t column = values ? s->v_at + (head + h) * s->v_next : s->k_at + (head + h) * s->k_next;
+    const int64_t turn = turn_of(width);
     int64_t place = 0;
     for (int64_t i = 0; i < block->count; i++) {
       const Stretch<S>& part = block->part[i];
-      const S *const x = part.*first, *const other = i + 1 < block->count ? block->part[i + 1].*first : x;
+      const S* const x = values ? part.v : part.k;
       for (int64_t row = 0, n; row < part.rows; row += n, place += n) {
-        n = min64(TURN, part.rows - row);
-        const S *const own = x ? x + row * step + offset : none,
-                *after = row + n < part.rows ? x + (row + n) * step : other;
-        after = after ? after + offset : none;
+        n = min64(turn, part.rows - row);
+        const S* const own = x ? x + row * step + offset : none;
         if constexpr (CODES) {
           if (few_codes(column, width)) {
             const int64_t apart = x ? step : 0;
@@ -100,9 +137,9 @@ template <class T, class S> struct Unit {
         }
         if constexpr (RECORDS) {
           staged.read(own, x ? step : 0, n, column, width, &coming);
-          f(staged.to, width, n, place, staged.to);
+          f(staged.to, width, n, place, Near());
         } else {
-          f(own, step, n, place, after);
+          f(own, step, n, place, next_rows(block, values, h, i, row));
         }
       }
     }
@@ -128,11 +165,8 @@ template <class T, class S> struct Unit {
 
   // Whether some of each of several rows is read in turn, and what comes next asked for, as in
   // attention_decode_driver.h.
-  bool tiled() const { return rows >= 4 && (RECORDS || (s->dv != 4 * PAIR && !coming.bytes)); }
-  // What asks for it meanwhile: not where the reader of records has done so.
-  static auto next_rows(const R* p, int64_t width, int64_t step) {
-    if constexpr (RECORDS) return Near();
-    else return later(p, width, step);
+  bool tiled() const {
+    return rows >= 4 && (RECORDS || (!coming.bytes && (TWICE || s->dv != 4 * PAIR)));
   }
   auto& next_block() {
     if constexpr (RECORDS) return quiet;
@@ -141,12 +175,11 @@ template <class T, class S> struct Unit {
 
   void dots(const Block<S>* block, int64_t h) {
     const W* const own = q + h * rows * ldq;
-    turns(block, &Stretch<S>::k, s->k_row, h * s->k_h, s->k_at + (head + h) * s->k_next, s->d,
-          [&](const R* k, int64_t step, int64_t n, int64_t place, const R* after) {
+    turns(block, false, h, [&](const R* k, int64_t step, int64_t n, int64_t place, auto next) {
       float* const to = scores + h * rows * lds + place;
       int64_t r = 0;
       if (rows >= 4) {
-        if (tiled()) dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next_rows(after, s->d, step));
+        if (tiled()) dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next);
         else dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next_block());
         r = 4;
       }
@@ -165,19 +198,18 @@ template <class T, class S> struct Unit {
   void mix(const Block<S>* block, int64_t h) {
     static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
     float* const own = out + h * rows * ldo;
-    turns(block, &Stretch<S>::v, s->v_row, h * s->v_h, s->v_at + (head + h) * s->v_next, s->dv,
-          [&](const R* v, int64_t step, int64_t n, int64_t place, const R* after) {
+    turns(block, true, h, [&](const R* v, int64_t step, int64_t n, int64_t place, auto later) {
       const W* w = weights + h * rows * parts * lds + place;
       const float* const f = factor + h * rows;
       int64_t r = 0;
       const auto some = [&](auto count, auto&& next) __attribute__((always_inline)) {
         constexpr int ROWS = decltype(count)::count;  // sums of the blocks before are rescaled
-        mix_keys<R, ROWS>(parts, w + r * parts * lds, lds, v, step, s->dv, n, place ? one : f + r,
+        mix_keys<R, ROWS>(parts, w + r * parts * lds, lds, v, step, s->dv, n, place ? nullptr : f + r,
                        own + r * ldo, ldo, next);
         r += ROWS;
       };
       if (tiled()) {
-        some(Count<4>(), next_rows(after, s->dv, step));
+        some(Count<4>(), later);
         while (r + 4 <= rows) some(Count<4>(), Near());
       }
       while (s->dv <= 4 * PAIR && r + 2 <= rows) some(Count<2>(), next_block());
@@ -214,16 +246,16 @@ template <class T, class S> struct Unit {
     Block<S>*now = blocks, *next = (Block<S>*)((char*)blocks + block_bytes<S>(lds));
     find(first, block_at(first, last), now);
     for (int64_t k0 = first; k0 < last;) {
-      const int64_t after = k0 + now->keys;
-      find(after, block_at(after, last), next);
-      coming.begin(next);
+      const int64_t end = k0 + now->keys;
+      find(end, block_at(end, last), next);
+      coming.begin(after = next);
       for (int64_t h = 0; h < heads; h++) dots(now, h);
       weigh(k0, now->keys, start);
       for (int64_t h = 0; h < heads; h++) mix(now, h);
       Block<S>* const done = now;
       now = next;
       next = done;
-      k0 = after;
+      k0 = end;
     }
   }
 };

@@ -14,6 +14,7 @@ using namespace gc;
 // The most rows of a unit that memory sets the pace of where they are read as a whole, and in turns.
 template <class T> constexpr int64_t FEW = sizeof(T) == 4 ? 4 : 2;
 constexpr int64_t MANY = GC_VBYTES == 64 ? 16 : 3;
+constexpr bool EIGHT = GC_VBYTES == 64;  // rows that registers hold the sums of
 
 // Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
 // that neither changes between keys and values nor stops for a softmax: with few rows, whose values
@@ -25,11 +26,11 @@ template <class T> constexpr bool in_one(int64_t rows, int64_t dv) {
 template <class T> constexpr int64_t block_keys(int64_t rows, int64_t dv) {
   return in_one<T>(rows, dv) ? 512 : 128;
 }
-// Keys and values are read in turns of so many, which are also the longest sums: a page of values where
-// memory sets the pace.
+// Keys and values are read in turns of so many, a page of values where memory sets the pace. In float32
+// they are the longest sums, too.
 template <class T> constexpr int64_t turn_keys(int64_t rows, int64_t dv) {
   if (in_one<T>(rows, dv)) return 256;
-  return rows > MANY ? 32 : max64(8, min64(32, 4096 / (dv * (int64_t)sizeof(T))));
+  return rows > MANY ? 32 : turn_rows(dv * (int64_t)sizeof(T));
 }
 
 // One unit of work: some rows of a batch over a piece of the keys.
@@ -85,7 +86,7 @@ struct Unit {
   // The rows that come some turns after those at p.
   Twice turns_later(const T* p, int64_t width, int64_t step) const {
     const int64_t ahead = turn_keys<T>(rows, s->dv) * (rows > MANY ? 1 : 3);
-    return {later(p + ahead * step, width, step), ahead / 2 * step * (int64_t)sizeof(T)};
+    return {later(p + ahead * step, width, step), later(p + ahead / 2 * step, width, step)};
   }
 
   // Scores of the n keys from k0 on, `place` keys into their block.
@@ -118,8 +119,7 @@ struct Unit {
   template <int R, class Next = Quiet>
   void mix_rows(int64_t r, const W* w, const T* v, int64_t step, int64_t m, bool start,
                 Next&& next = Next()) const {
-    static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-    mix_keys<T, R>(parts, w + r * parts * lds, lds, v, step, s->dv, m, start ? factor + r : one,
+    mix_keys<T, R>(parts, w + r * parts * lds, lds, v, step, s->dv, m, start ? factor + r : nullptr,
                    out + r * ldo, ldo, next);
   }
   void mix(int64_t k0, int64_t n, int64_t place) const {
@@ -132,8 +132,11 @@ struct Unit {
         mix_rows<1>(0, w, v, g.v_t, m, start, turns_later(v, s->dv, g.v_t));
         r = 1;
       } else if (in_tiles()) {
-        mix_rows<4>(0, w, v, g.v_t, m, start, turns_later(v, s->dv, g.v_t));
-        for (r = 4; r + 4 <= rows; r += 4) mix_rows<4>(r, w, v, g.v_t, m, start);
+        auto next = turns_later(v, s->dv, g.v_t);
+        if (EIGHT && rows >= 8) mix_rows<8>(0, w, v, g.v_t, m, start, next), r = 8;
+        else mix_rows<4>(0, w, v, g.v_t, m, start, next), r = 4;
+        for (; EIGHT && r + 8 <= rows; r += 8) mix_rows<8>(r, w, v, g.v_t, m, start);
+        for (; r + 4 <= rows; r += 4) mix_rows<4>(r, w, v, g.v_t, m, start);
       }
       if (one())
         for (; r + 2 <= rows; r += 2) mix_rows<2>(r, w, v, g.v_t, m, start);

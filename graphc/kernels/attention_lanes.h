@@ -156,20 +156,26 @@ struct Later {
     at = 0;
   }
 };
-// And again `back` bytes before: what a core asks for faster than memory delivers seems to be dropped in
-// part.
-struct Twice : Later {
-  int64_t back;
+// Two places of a walk: what a core asks for faster than memory delivers seems to be dropped in part, so
+// it is asked for again when it is nearer.
+struct Twice {
+  static constexpr bool TILED = true;
+  Later first, again;
   inline __attribute__((always_inline)) void ask(int64_t n) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(p + i - back, 0, 2);
-    Later::ask(n);
+    first.ask(n);
+    again.ask(n);
   }
 };
 // The rows of `width` elements from p on, `step` elements apart.
 template <class T> GC_INLINE Later later(const T* p, int64_t width, int64_t step) {
   const int64_t size = sizeof(T);
   return {(const char*)p, width * size, (step - width) * size};
+}
+
+// Rows of so many bytes that are read at a time where what comes is asked for twice: a page of them.
+GC_INLINE int64_t turn_rows(int64_t bytes) {
+  const int64_t n = 4096 / bytes;
+  return n < 8 ? 8 : n > 32 ? 32 : n;
 }
 
 }  // namespace gc

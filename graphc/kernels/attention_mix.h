@@ -4,8 +4,12 @@
 
 namespace gc {
 
+template <int N> struct Count {
+  static constexpr int count = N;
+};
+
 // out[r][c] = out[r][c] * factor[r] + sum over keys of p[r][j] * v[j][c], for R rows and C PAIRs of
-// columns in registers, of the last of which there are n; out in lane order.
+// columns in registers, of the last of which there are n; out in lane order. Without `factor` it is 1.
 template <class T, int R, int C, bool FULL, class Next>
 GC_INLINE void mix_block(const float* p, int64_t ldp, const T* v, int64_t step, int64_t keys, int64_t n,
                          const float* factor, float* out, int64_t ldo, Next& next) {
@@ -18,7 +22,7 @@ GC_INLINE void mix_block(const float* p, int64_t ldp, const T* v, int64_t step, 
       vf a, b;
       if (FULL) load_pair(row + c * PAIR, a, b);
       else load_some(row + c * PAIR, n, a, b);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const vf w = splat(p[r * ldp + j]);
         sum[r][2 * c] += w * a;
@@ -26,34 +30,46 @@ GC_INLINE void mix_block(const float* p, int64_t ldp, const T* v, int64_t step, 
       }
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    const float by = factor ? factor[r] : 1.0f;
 #pragma GCC unroll 16
     for (int c = 0; c < 2 * C; c++) {
       float* o = out + r * ldo + c * VL;
-      store(o, load<vf>(o) * factor[r] + sum[r][c]);
+      store(o, load<vf>(o) * by + sum[r][c]);
     }
+  }
 }
 
 #if defined(__AVX512BF16__)
-// The same with weights in bf16, each the sum of PARTS numbers in as many rows of p.
+// The same with weights in bf16, each the sum of PARTS numbers in as many rows of p. What is in `out`
+// is added to: that is exact enough here, and an addition less.
 template <int R, int C, bool FULL, int PARTS, class Next>
 GC_INLINE void mix_pairs(const bf16* p, int64_t ldp, const bf16* v, int64_t step, int64_t keys, int64_t n,
                          const float* factor, float* out, int64_t ldo, Next& next) {
-  __m512 sum[R][2 * C] = {};
+  __m512 sum[R][2 * C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int c = 0; c < 2 * C; c++) sum[r][c] = _mm512_loadu_ps(out + r * ldo + c * VL);
+  if (factor)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int c = 0; c < 2 * C; c++) sum[r][c] *= (__m512)splat(factor[r]);
   const __mmask32 lanes = first_lanes(n);
-  for (int64_t j = 0; j < keys; j += 2) {
-    const bool two = j + 1 < keys;  // else the second of the pair is multiplied by zero
-    const bf16 *row = v + j * step, *other = two ? row + step : row;
+  const auto add = [&](int64_t j, auto two) __attribute__((always_inline)) {
+    constexpr bool TWO = decltype(two)::count == 2;  // else the second of the pair is multiplied by zero
+    const bf16 *row = v + j * step, *other = TWO ? row + step : row;
     next.ask(2 * C * PAIR * (int64_t)sizeof(bf16));
     __m512bh w[R][PARTS];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
       for (int h = 0; h < PARTS; h++) {
         int32_t pair;
         memcpy(&pair, p + (PARTS * r + h) * ldp + j, 4);
-        w[r][h] = (__m512bh)_mm512_set1_epi32(two ? pair : pair & 0xffff);
+        w[r][h] = (__m512bh)_mm512_set1_epi32(TWO ? pair : pair & 0xffff);
       }
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) {
@@ -63,7 +79,7 @@ GC_INLINE void mix_pairs(const bf16* p, int64_t ldp, const bf16* v, int64_t step
                              : _mm512_maskz_loadu_epi16(lanes, other + c * PAIR);
       const __m512bh a = (__m512bh)_mm512_unpacklo_epi16(x, y);
       const __m512bh b = (__m512bh)_mm512_unpackhi_epi16(x, y);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int h = 0; h < PARTS; h++) {
@@ -71,14 +87,14 @@ GC_INLINE void mix_pairs(const bf16* p, int64_t ldp, const bf16* v, int64_t step
           sum[r][2 * c + 1] = _mm512_dpbf16_ps(sum[r][2 * c + 1], w[r][h], b);
         }
     }
-  }
-#pragma GCC unroll 4
+  };
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2) add(j, Count<2>());
+  if (j < keys) add(j, Count<1>());
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-    for (int c = 0; c < 2 * C; c++) {
-      float* o = out + r * ldo + c * VL;
-      store(o, load<vf>(o) * factor[r] + (vf)sum[r][c]);
-    }
+    for (int c = 0; c < 2 * C; c++) _mm512_storeu_ps(out + r * ldo + c * VL, sum[r][c]);
 }
 #endif
 
@@ -100,10 +116,6 @@ static inline void put_weights(const float* x, int64_t n, int parts, bf16* p, in
   }
 }
 #endif
-
-template <int N> struct Count {
-  static constexpr int count = N;
-};
 
 template <class T, int R, int C, bool FULL, class W, class Next>
 GC_INLINE void mix_any(int parts, const W* p, int64_t ldp, const T* v, int64_t step, int64_t keys,

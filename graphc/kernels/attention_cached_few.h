@@ -28,8 +28,7 @@ template <class T, class S> struct Unit {
   typedef typename Query<R>::type W;
   static constexpr bool RECORDS = std::is_same<S, uint8_t>::value;
   static constexpr bool CODES = RECORDS && std::is_same<R, bf16>::value;
-  static constexpr bool TWICE = GC_VBYTES == 64;  // whether what comes is asked for twice, in short turns
-  static constexpr int64_t MANY = 16;  // rows up to which memory sets the pace
+  static constexpr bool TWICE = MANY >= 4;  // whether what comes is asked for twice, in short turns
   const gc_args* args;
   const gc_cached_shape* s;
   int64_t b, head, heads, rows;  // rows: queries of a head of keys
@@ -100,19 +99,18 @@ template <class T, class S> struct Unit {
     if (RECORDS || !TWICE || !tiled() || rows > MANY) return TURN;
     return turn_rows(width * (int64_t)sizeof(S));
   }
-  // What asks for those some turns later meanwhile: not where the reader of records has done so.
+  // What asks for those some turns later meanwhile. The reader of records does so itself.
   auto next_rows(const Block<S>* block, bool values, int64_t h, int64_t i, int64_t row) const {
     const int64_t width = values ? s->dv : s->d, step = values ? s->v_row : s->k_row;
     const auto rows_after = [&](int64_t turns) {
       return later(row_after(block, values, h, i, row, turns * turn_of(width)), width, step);
     };
-    if constexpr (RECORDS) return Near();
-    else if constexpr (TWICE) return Twice{rows_after(rows > MANY ? 1 : 3), rows_after(rows > MANY ? 1 : 2)};
+    if constexpr (TWICE) return Twice{rows_after(rows > MANY ? 1 : 3), rows_after(rows > MANY ? 1 : 2)};
     else return rows_after(1);
   }
 
-  // f(first of some rows of head h, step between them, how many, place in the block, what asks for those
-  // to come). Of records, the columns of that head, or, where those are multiplied as they lie,
+  // f(first of some rows of head h, step between them, how many, place in the block, what makes what
+  // asks for those to come). Of records, the columns of that head, or, where those are multiplied as they lie,
   // also(codes, place in the block).
   template <class F, class G>
   void turns(const Block<S>* block, bool values, int64_t h, F f, G also) {
@@ -137,9 +135,9 @@ template <class T, class S> struct Unit {
         }
         if constexpr (RECORDS) {
           staged.read(own, x ? step : 0, n, column, width, &coming);
-          f(staged.to, width, n, place, Near());
+          f(staged.to, width, n, place, [] { return Near(); });
         } else {
-          f(own, step, n, place, next_rows(block, values, h, i, row));
+          f(own, step, n, place, [&] { return next_rows(block, values, h, i, row); });
         }
       }
     }
@@ -179,7 +177,7 @@ template <class T, class S> struct Unit {
       float* const to = scores + h * rows * lds + place;
       int64_t r = 0;
       if (rows >= 4) {
-        if (tiled()) dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next);
+        if (tiled()) dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next());
         else dot_keys<R, 4>(own, ldq, k, step, s->d, n, to, lds, next_block());
         r = 4;
       }
@@ -198,7 +196,7 @@ template <class T, class S> struct Unit {
   void mix(const Block<S>* block, int64_t h) {
     static const float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
     float* const own = out + h * rows * ldo;
-    turns(block, true, h, [&](const R* v, int64_t step, int64_t n, int64_t place, auto later) {
+    turns(block, true, h, [&](const R* v, int64_t step, int64_t n, int64_t place, auto coming_rows) {
       const W* w = weights + h * rows * parts * lds + place;
       const float* const f = factor + h * rows;
       int64_t r = 0;
@@ -209,7 +207,7 @@ template <class T, class S> struct Unit {
         r += ROWS;
       };
       if (tiled()) {
-        some(Count<4>(), later);
+        some(Count<4>(), coming_rows());
         while (r + 4 <= rows) some(Count<4>(), Near());
       }
       while (s->dv <= 4 * PAIR && r + 2 <= rows) some(Count<2>(), next_block());

@@ -11,10 +11,9 @@
 namespace {
 using namespace gc;
 
-// The most rows of a unit that memory sets the pace of where they are read as a whole, and in turns.
+// The most rows of a unit that memory sets the pace of where they are read as a whole.
 template <class T> constexpr int64_t FEW = sizeof(T) == 4 ? 4 : 2;
-constexpr int64_t MANY = GC_VBYTES == 64 ? 16 : 3;
-constexpr bool EIGHT = GC_VBYTES == 64;  // rows that registers hold the sums of
+constexpr bool EIGHT = GC_VBYTES == 64;  // whether registers hold the sums of so many rows
 
 // Keys between rescalings; blocks are even and hold up to twice that. Memory delivers most to a walk
 // that neither changes between keys and values nor stops for a softmax: with few rows, whose values

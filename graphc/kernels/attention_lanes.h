@@ -172,7 +172,9 @@ template <class T> GC_INLINE Later later(const T* p, int64_t width, int64_t step
   return {(const char*)p, width * size, (step - width) * size};
 }
 
-// Rows of so many bytes that are read at a time where what comes is asked for twice: a page of them.
+// The most queries of a head of keys that memory sets the pace of where rows are read in turns, and what
+// comes is asked for twice; and how many rows of so many bytes such a turn has: a page of them.
+constexpr int64_t MANY = GC_VBYTES == 64 ? 16 : 3;
 GC_INLINE int64_t turn_rows(int64_t bytes) {
   const int64_t n = 4096 / bytes;
   return n < 8 ? 8 : n > 32 ? 32 : n;

@@ -168,30 +168,33 @@ struct CodeBlock {
     places += looked_up;
   }
 
-  // Vector v of the rows j and j + 1, whatever their codes and scales; also to `to`.
+  // Vector v of the rows j and j + 1, whatever their codes, and their scales if STRANGE; also to `to`.
+  template <bool STRANGE>
   inline __attribute__((always_inline))
   void look_up(const uint8_t* const* rows, int64_t j, int v, bf16* to) {
     const CodeNumbers made;
+    bf16* const late_at = this->made + (int64_t)places * 128;
     add_late(j, v, true);
-#pragma GCC unroll 1
-    for (int64_t i = j; i < j + 2; i++, to += 64) {
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < 2; i++) {
+      const uint8_t* const row = rows[j + i];
+      const __m512i codes = _mm512_loadu_si512(row + layout.code[v]);
       const int k = layout.scale[v];
-      const uint32_t scale = load<uint32_t>(rows[i] + layout.group[k / 4] + k % 4 * 4);
-      const __m512i codes = _mm512_loadu_si512(rows[i] + layout.code[v]);
-      __m512i x, y;
-      if (__builtin_expect(gc::bias_of(scale) != 0, 1)) {
-        const __m512i bias = _mm512_set1_epi16(*bias_of(i, v));
-        x = made.any_even(codes, bias);
-        y = made.any_odd(codes, bias);
+      const auto scale = [&] { return load<uint32_t>(row + layout.group[k / 4] + k % 4 * 4); };
+      __m512i even, odd;
+      if (!STRANGE || __builtin_expect(gc::bias_of(scale()) != 0, 1)) {
+        const __m512i bias = _mm512_set1_epi16(*bias_of(j + i, v));
+        even = made.any_even(codes, bias);
+        odd = made.any_odd(codes, bias);
       } else {
-        const E4m3Table table(all, bits_to_f32(scale));
-        x = table(_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8));
-        y = table(_mm512_srai_epi16(codes, 8));
+        const E4m3Table table(all, bits_to_f32(scale()));
+        even = table(_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8));
+        odd = table(_mm512_srai_epi16(codes, 8));
       }
-      _mm512_storeu_si512(numbers(i, v), x);
-      _mm512_storeu_si512(numbers(i, v) + 32, y);
-      _mm512_storeu_si512(to, x);
-      _mm512_storeu_si512(to + 32, y);
+      _mm512_storeu_si512(to + i * 64, even);
+      _mm512_storeu_si512(to + i * 64 + 32, odd);
+      _mm512_storeu_si512(late_at + i * 64, even);
+      _mm512_storeu_si512(late_at + i * 64 + 32, odd);
     }
   }
 };
@@ -307,7 +310,7 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
     }
   }
   __attribute__((noinline, cold)) void look_up(Codes codes, int64_t j, int v) {
-    block.look_up(codes, j, v, ring);
+    block.look_up<true>(codes, j, v, ring);
   }
   // N vectors of one scale, of rows j and j + 1.
   template <int N>
@@ -385,40 +388,68 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
 
   // -- heads as lanes
 
-  // A vector of a row by halves: a whole vector that is stored takes the place of a product.
+  // How far codes are above normal ones, of rows two by two: those to look up are found without reading
+  // them again.
+  struct Above {
+    __m256i pair[SCORE_ROWS / 2];
+
+    inline __attribute__((always_inline)) void add(int r, __m256i above) {
+      pair[r / 2] = r % 2 == 0 ? above : _mm256_max_epu8(pair[r / 2], above);
+    }
+    inline __attribute__((always_inline)) bool irregular(const CodeNumbers& made) const {
+      return made.irregular(_mm256_max_epu8(_mm256_max_epu8(pair[0], pair[1]),
+                                            _mm256_max_epu8(pair[2], pair[3])));
+    }
+    // Bit r: whether the rows r and r + 1 are to be looked up.
+    inline __attribute__((always_inline)) uint32_t pairs(const CodeNumbers& made) const {
+      uint32_t some = 0;
+#pragma GCC unroll 4
+      for (int r = 0; r < SCORE_ROWS; r += 2) some |= (uint32_t)made.irregular(pair[r / 2]) << r;
+      return some;
+    }
+  };
+  // A vector of row r by halves: a whole vector that is stored takes the place of a product.
   static inline __attribute__((always_inline)) void make(const uint8_t* from, const int16_t* by, bf16* to,
-                                                         const CodeNumbers& made, __m256i& above) {
+                                                         const CodeNumbers& made, int r, Above& above) {
     const __m256i bias = _mm256_set1_epi16(*by);
+    __m256i most[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
       const __m256i codes = _mm256_loadu_si256((const __m256i*)(from + 32 * i));
-      above = _mm256_max_epu8(above, made.above(codes));
+      most[i] = made.above(codes);
       _mm256_storeu_si256((__m256i*)(to + 16 * i), made.even(codes, bias));
       _mm256_storeu_si256((__m256i*)(to + 32 + 16 * i), made.odd(codes, bias));
     }
+    above.add(r, _mm256_max_epu8(most[0], most[1]));
   }
-  __attribute__((noinline)) void look_up(Codes codes, int64_t j, int v, bool strange, bf16* to) {
-    const int at = layout.code[v];
-    uint32_t some = 0;
-#pragma GCC unroll 4
-    for (int i = 0; i < SCORE_ROWS; i += 2) {
-      const uint8_t *x = codes[j + i] + at, *y = codes[j + i + 1] + at;
-      some |= (uint32_t)irregular(_mm512_loadu_si512(x), _mm512_loadu_si512(y)) << i;
-    }
-    for (some = strange ? 0x55 : some; some != 0; some &= some - 1) {
+  // What `make` cannot: all rows if STRANGE, else those that `above` names, of which there is at least
+  // one and seldom another.
+  template <bool STRANGE>
+  __attribute__((noinline)) void look_up(Codes codes, int64_t j, int v, const Above& above, bf16* to) {
+    const CodeNumbers made;
+    uint32_t some = STRANGE ? 0x55 : above.pairs(made);
+    do {
       const int64_t i = __builtin_ctz(some);
-      block.look_up(codes, j + i, v, to + i * 64);
-    }
+      block.look_up<STRANGE>(codes, j + i, v, to + i * 64);
+      some &= some - 1;
+    } while (__builtin_expect(some != 0, STRANGE));
+  }
+  inline __attribute__((always_inline))
+  void look_up(Codes codes, int64_t j, int v, bool strange, const Above& above, bf16* to) {
+    if (strange)
+      look_up<true>(codes, j, v, above, to);
+    else
+      look_up<false>(codes, j, v, above, to);
   }
   // The first vector of the first tile.
   bool begin_tiles(Codes codes) {
     const CodeNumbers made;
     turn = 0;
     const bool strange = block.set_bias(codes, 0);
-    __m256i above = _mm256_setzero_si256();
+    Above above;
     for (int r = 0; r < SCORE_ROWS; r++)
-      make(codes[r] + layout.code[0], block.bias_of(r, 0), ring + r * 64, made, above);
-    if (strange | made.irregular(above)) look_up(codes, 0, 0, strange, ring);
+      make(codes[r] + layout.code[0], block.bias_of(r, 0), ring + r * 64, made, r, above);
+    if (strange | above.irregular(made)) look_up(codes, 0, 0, strange, above, ring);
     return strange;
   }
   // Scores of the rows [j, j + SCORE_ROWS), the first vector of which is in the ring. Where there are
@@ -439,7 +470,7 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
       const Codes row = codes + to_row;
       const int64_t at = layout.code[next];
       const int16_t* const bias = block.bias_of(to_row, next);
-      __m256i above = _mm256_setzero_si256();
+      Above above;
 #pragma GCC unroll 8
       for (int r = 0; r < SCORE_ROWS; r++) {
         coming.line();
@@ -450,10 +481,10 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
           for (int k = 0; k < SCORE_ROWS; k++)
             acc[k] = times_item(acc[k], (const uint32_t*)(from + k * 64) + i, query);
         }
-        make(row[r] + at, bias + r / 2 * (2 * CodeLayout::SCALES) + r % 2, to + r * 64, made, above);
+        make(row[r] + at, bias + r / 2 * (2 * CodeLayout::SCALES) + r % 2, to + r * 64, made, r, above);
       }
-      if (__builtin_expect(strange | made.irregular(above), 0) && (v < last || more))
-        look_up(codes, to_row, next, strange, to);
+      if (__builtin_expect(strange | above.irregular(made), 0) && (v < last || more))
+        look_up(codes, to_row, next, strange, above, to);
       for (int64_t i = 0; i < rest; i++) coming.line();
     }
     for (int v = 0; v < layout.plain; v++) {

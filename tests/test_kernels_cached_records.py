@@ -141,13 +141,37 @@ def test_zeros_and_scales_far_from_one(isa: str, size: int) -> None:
         pages[:, 4, 1::2] *= 2.0**-13  # codes that are subnormal, or zeros
         pages[:, 5] *= 16.0
         options = {"scale": size**-0.5, "heads": 2, "width": size}
-        for form in forms(case, "fp8_pow2"):
+        for form in forms(case, "fp8_pow2") + forms(case, "fp8"):
             operands = [query, in_records(pages, case, form), table, start]
             (got,) = run_rule(PAGED, operands, {**options, "format": form}, isa=isa)
             expected = torch.ops.graphc.paged_attention(
                 query.double(), *operands[1:], **options, format=form
             )
             compare(got, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize("kind", ["fp8_pow2", "fp8"])
+def test_every_code(isa: str, dtype: torch.dtype, kind: str) -> None:
+    """The values of a sequence's only row are the result, bit by bit: each code's number times the
+    scale, and no other column is hurt by a NaN."""
+    for size in (64, 128):
+        form = record_format(f"{kind}:{size}")
+        heads = 256 // size
+        codes = torch.arange(256, dtype=torch.uint8).view(heads, size)
+        scales = (2.0 ** torch.arange(-3, heads - 3)).view(heads, 1).view(torch.uint8)
+        pages = form.encode(torch.zeros(1, 2 * heads, 16, size))
+        pages[0, heads:, 0] = torch.cat([codes, scales.view(heads, 4)], -1)
+        numbers = form.decode(pages, torch.float64)[0, heads:, 0]
+        assert int(numbers.isnan().sum()) == 2
+        start, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+        for group in (1, 2, 4, 7):
+            query = torch.randn(1, heads * group, 1, size).to(dtype)
+            options = {"scale": 0.1, "heads": heads, "width": size, "format": str(form)}
+            (got,) = run_rule(PAGED, [query, pages, table, start], options, isa=isa)
+            expected = numbers.repeat_interleave(group, 0).to(dtype)
+            assert torch.equal(got[0, 0].nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_symbolic_batch_and_length() -> None:

@@ -27,7 +27,7 @@ template <class T, class S> struct Unit {
   typedef typename Numbers<T, S>::type R;
   typedef typename Query<R>::type W;
   static constexpr bool RECORDS = std::is_same<S, uint8_t>::value;
-  static constexpr bool CODES = RECORDS && std::is_same<R, bf16>::value;
+  static constexpr bool CODES = RECORDS && std::is_same<R, bf16>::value && AS_CODES;
   static constexpr bool TWICE = MANY >= 4;  // whether what comes is asked for twice, in short turns
   const gc_args* args;
   const gc_cached_shape* s;
@@ -53,10 +53,22 @@ template <class T, class S> struct Unit {
       } else {  // floats, whose lanes are in order
         for (int64_t j = 0; j < ldq; j++) q[i * ldq + j] = j < s->d ? to_float(x[j * s->q_d]) : 0.0f;
       }
+      if constexpr (CODES)
+        if (few_codes(column(false, i / rows), s->d)) load_code_query(x, s->q_d, s->d, q + i * ldq);
       for (int64_t j = 0; j < ldo; j++) out[i * ldo + j] = 0.0f;
       maximum[i] = NEGATIVE_INFINITY;
       total[i] = 0.0f;
     }
+  }
+
+  // The column of a record at which the keys, or values, of head h of the unit begin.
+  int64_t column(bool values, int64_t h) const {
+    return values ? s->v_at + (head + h) * s->v_next : s->k_at + (head + h) * s->k_next;
+  }
+  // Finished sums i, in their order.
+  void natural(int64_t i, float* to) const {
+    if (few_codes(column(true, i / rows), s->dv)) from_code_lanes(out + i * ldo, s->dv, to);
+    else from_lane_order<R>(out + i * ldo, s->dv, to);
   }
 
   void find(int64_t k0, int64_t keys, Block<S>* block) const {
@@ -116,7 +128,7 @@ template <class T, class S> struct Unit {
   void turns(const Block<S>* block, bool values, int64_t h, F f, G also) {
     const int64_t step = values ? s->v_row : s->k_row, offset = h * (values ? s->v_h : s->k_h);
     const int64_t width = values ? s->dv : s->d;
-    const int64_t column = values ? s->v_at + (head + h) * s->v_next : s->k_at + (head + h) * s->k_next;
+    const int64_t first = column(values, h);
     const int64_t turn = turn_of(width);
     int64_t place = 0;
     for (int64_t i = 0; i < block->count; i++) {
@@ -126,15 +138,19 @@ template <class T, class S> struct Unit {
         n = min64(turn, part.rows - row);
         const S* const own = x ? x + row * step + offset : none;
         if constexpr (CODES) {
-          if (few_codes(column, width)) {
+          if (few_codes(first, width)) {
             const int64_t apart = x ? step : 0;
-            if (width == 64) codes<1>(own, apart, n, place, column, also);
-            else codes<2>(own, apart, n, place, column, also);
+            const auto after = [&](int64_t turns) {
+              return row_after(block, values, h, i, row, turns * turn) + first;
+            };
+            const LaterRows next = {after(4), after(rows > 2 ? 1 : 2), step};
+            if (width == 64) codes<1>(own, apart, n, place, first, next, also);
+            else codes<2>(own, apart, n, place, first, next, also);
             continue;
           }
         }
         if constexpr (RECORDS) {
-          staged.read(own, x ? step : 0, n, column, width, &coming);
+          staged.read(own, x ? step : 0, n, first, width, &coming);
           f(staged.to, width, n, place, [] { return Near(); });
         } else {
           f(own, step, n, place, [&] { return next_rows(block, values, h, i, row); });
@@ -143,22 +159,27 @@ template <class T, class S> struct Unit {
     }
   }
 
-  // Whether rows of codes are multiplied as they lie: where no query makes them again.
-  bool few_codes(int64_t column, int64_t width) const {
-    return (rows == 1 || rows == 2 || rows == 4) && in_codes(&s->form, column, width);
+  // Whether rows of codes are multiplied as they lie.
+  bool few_codes(int64_t first, int64_t width) const {
+    return CODES && rows <= MANY && in_codes(&s->form, first, width);
   }
-  // Bytes that stand for some columns of a record.
-  int64_t record_bytes(int64_t width) const { return width * s->form.bytes / s->form.width; }
+  // also(codes, how many queries, the first of them, place in the block, what asks for rows to come)
   template <int N, class G>
-  void codes(const S* own, int64_t step, int64_t n, int64_t place, int64_t column, G& also) {
-    if constexpr (CODES) {
-      CodeRows<N> all;
-      const int64_t scale = s->form.segment[0].width + column / FP8_TILE * 4 - column;
-      all.begin(own + column, step, n, scale, staged.reader, staged.to);
-      if (rows == 1) also(all, Count<1>(), place);
-      else if (rows == 2) also(all, Count<2>(), place);
-      else also(all, Count<4>(), place);
-    }
+  void codes(const S* own, int64_t step, int64_t n, int64_t place, int64_t first, const LaterRows& next,
+             G& also) {
+    CodeRows<N> all;
+    all.begin(own + first, step, n, s->form.segment[0].width + first / FP8_TILE * 4 - first);
+    int64_t r = 0;
+    const auto group = [&](auto count, const auto& asks) {
+      also(all, count, r, place, asks);
+      r += count.count;
+    };
+    if (rows >= 4) group(Count<4>(), next);
+    else if (rows >= 2) group(Count<2>(), next);
+    else group(Count<1>(), next);
+    while (r + 4 <= rows) group(Count<4>(), NoRows());
+    if (r + 2 <= rows) group(Count<2>(), NoRows());
+    if (r < rows) group(Count<1>(), NoRows());
   }
 
   // Whether some of each of several rows is read in turn, and what comes next asked for, as in
@@ -187,9 +208,8 @@ template <class T, class S> struct Unit {
         dot_keys<R, 2>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
       for (; r < rows; r++)
         dot_keys<R, 1>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
-    }, [&](const auto& codes, auto count, int64_t place) {
-      dot_codes<count.count>(own, ldq, codes, scores + h * rows * lds + place, lds,
-                             record_bytes(s->d), coming);
+    }, [&](const auto& codes, auto count, int64_t r, int64_t place, const auto& next) {
+      dot_codes<count.count>(own + r * ldq, codes, scores + (h * rows + r) * lds + place, lds, next);
     });
   }
 
@@ -212,11 +232,12 @@ template <class T, class S> struct Unit {
       }
       while (s->dv <= 4 * PAIR && r + 2 <= rows) some(Count<2>(), next_block());
       while (r < rows) some(Count<1>(), next_block());
-    }, [&](const auto& codes, auto count, int64_t place) {
+    }, [&](const auto& codes, auto count, int64_t r, int64_t place, const auto& next) {
+      const float* const weight = scores + (h * rows + r) * lds + place;
+      const float* const change = place ? one : factor + h * rows + r;
       constexpr int ROWS = count.count;
-      mix_codes<ROWS, ROWS <= EXACT ? 2 : 1>(weights + h * rows * parts * lds + place, lds, codes,
-                                             place ? one : factor + h * rows, own, ldo,
-                                             record_bytes(s->dv), coming);
+      if (ROWS == 1 && parts == 2) mix_codes<1, 2>(weight, lds, codes, change, own + r * ldo, ldo, next);
+      else mix_codes<ROWS, 1>(weight, lds, codes, change, own + r * ldo, ldo, next);
     });
   }
 
@@ -231,7 +252,8 @@ template <class T, class S> struct Unit {
       const auto quiet = [](int64_t) {};
       if (sizeof(W) == 2 && parts == 1) weigh_row<false>(row, n, maximum + i, total + i, factor + i, quiet);
       else weigh_row<true>(row, n, maximum + i, total + i, factor + i, quiet);
-      put_weights(row, n, parts, weights + i * parts * lds, lds);
+      if (!few_codes(column(true, i / rows), s->dv))
+        put_weights(row, n, parts, weights + i * parts * lds, lds);
     }
   }
 
@@ -341,14 +363,14 @@ template <class T, class S> static void few(const gc_args* args, int64_t begin, 
     for (int64_t j = 0; j < u.heads * rows; j++) {
       const int64_t h = (u.head + j / rows) * s->group + j % rows / s->tq, t = j % rows % s->tq;
       if (pieces == 1) {
-        from_lane_order<R>(u.out + j * u.ldo, s->dv, natural);
+        u.natural(j, natural);
         put<T>(args, s, u.b, h, t, natural, u.maximum[j], u.total[j]);
         continue;
       }
       float* p = record_of(args, s, u.b, h, t, c);
       p[0] = u.maximum[j];
       p[1] = u.total[j];
-      from_lane_order<R>(u.out + j * u.ldo, s->dv, p + HEAD);
+      u.natural(j, p + HEAD);
     }
   }
 }

@@ -1,10 +1,6 @@
 // Products of queries and weights with rows of FP8 codes as they lie, of one tile each: nothing is
-// written and read again between a code and its product.
-//
-// The exponent and mantissa of a normal E4M3 become those of a bf16 that is 2^8 times too small; what
-// is missing and the scale of the row, a power of two, are applied to its score or its weight, where
-// they change no bit of the sum. Rows with other codes or scales are looked up before
-// (records_decode.h), and there nothing is missing.
+// written and read again between a code and its product. The scale of a row is applied to its score or
+// its weight.
 #pragma once
 #include "attention_mix.h"
 #include "records_decode.h"
@@ -13,115 +9,103 @@ namespace gc {
 
 constexpr int64_t CODE_ROWS = 64;  // at a time
 
+// Queries as they meet codes, and sums as codes leave them, which the places of their columns change.
+static inline void load_code_query(const bf16* x, int64_t step, int64_t d, bf16* row) {
+  for (int64_t i = 0; i < d; i += 8) {
+    bf16* const to = row + ((i & -64) | (i & 8) << 2 | (i >> 1 & 24));
+    for (int64_t j = 0; j < 8; j++) to[j] = x[(i + j) * step];
+  }
+}
+static inline void from_code_lanes(const float* lanes, int64_t n, float* x) {
+  for (int64_t i = 0; i < n; i += 4)
+    memcpy(x + i, lanes + ((i & -64) | (i & 12) << 2 | (i >> 2 & 12)), 16);
+}
+
+// Rows that come some turns later, asked for as those before them are read; twice, as in
+// attention_lanes.h.
+struct LaterRows {
+  const uint8_t *first, *again;
+  int64_t step;
+  inline __attribute__((always_inline)) void ask(int64_t j, int64_t line) const {
+    __builtin_prefetch(first + j * step + line * 64, 0, 2);
+    __builtin_prefetch(again + j * step + line * 64, 0, 3);
+  }
+};
+struct NoRows {
+  void ask(int64_t, int64_t) const {}
+};
+
 template <int N> struct CodeRows;
 template <int R, int N, class Next>
-static void dot_codes(const bf16* q, int64_t ldq, const CodeRows<N>& rows, float* s, int64_t lds,
-                      int64_t bytes, Next& next);
+static void dot_codes(const bf16* q, const CodeRows<N>& rows, float* s, int64_t lds, const Next& next);
 template <int R, int PARTS, int N, class Next>
-static void mix_codes(const bf16* p, int64_t ldp, const CodeRows<N>& rows, const float* change,
-                      float* out, int64_t ldo, int64_t bytes, Next& next);
+static void mix_codes(const float* p, int64_t ldp, const CodeRows<N>& rows, const float* change,
+                      float* out, int64_t ldo, const Next& next);
 
-#if GC_RECORDS_AS_BF16
-// Numbers 2^-8 times 32 of 64 normal codes.
-template <bool HIGH> GC_INLINE __m512i small_numbers(__m512i codes) {
-  const __m512i bits = _mm512_set1_epi16((short)0x87f0), power = _mm512_set1_epi16(112 << 7);
-  return _mm512_ternarylogic_epi32(shifted<HIGH>(codes), bits, power, 0xea);  // x & bits | power
-}
+#if GC_CODES_AS_BF16
+constexpr bool AS_CODES = true;
 
 // Rows of N x 64 codes.
 template <int N> struct CodeRows {
-  static constexpr int SOME = 4;  // looked at together
   const uint8_t* codes;  // of the first
-  int64_t step;
-  const bf16* made;  // [CODE_ROWS][N * 64]: those that are looked up
-  int64_t count;
-  alignas(64) float factor[CODE_ROWS + VL];  // what makes its numbers those of a row
-  uint8_t late[CODE_ROWS + 2];               // whether it is looked up
+  int64_t step, count;
+  alignas(64) float factor[CODE_ROWS + VL];  // scales
 
   // `scales` bytes behind its codes a row has its scale.
-  void begin(const uint8_t* first, int64_t apart, int64_t n, int64_t scales, RecordReader& reader,
-             bf16* room) {
+  void begin(const uint8_t* first, int64_t apart, int64_t n, int64_t scales) {
     codes = first;
     step = apart;
-    made = room;
     count = n;
-    for (int64_t j = 0; j < n; j += SOME) {
-      const int64_t some = n - j < SOME ? n - j : SOME;
-      if (__builtin_expect(some == SOME && regular<SOME>(j, scales), 1)) continue;
-      for (int64_t i = j; i < j + some; i++) {
-        if (regular<1>(i, scales)) continue;
-        late[i] = 1;
-        factor[i] = 1.0f;
-        const uint8_t* const row = codes + i * step;
-        reader.look_up(row, N * 64, load<float>(row + scales), room + i * N * 64);
-      }
-    }
-  }
-  // Whether the rows [j, j + ROWS) have normal codes, and scales that are powers of two; sets what
-  // belongs to such rows.
-  template <int ROWS>
-  inline __attribute__((always_inline)) bool regular(int64_t j, int64_t scales) {
-    uint32_t other = 0;
-    __m512i most = _mm512_setzero_si512();
-    const uint8_t* row = codes + j * step;
-#pragma GCC unroll 4
-    for (int i = 0; i < ROWS; i++, row += step) {
-      const uint32_t scale = load<uint32_t>(row + scales), power = scale + (8u << 23);
-      memcpy(factor + j + i, &power, 4);
-      late[j + i] = 0;
-      other |= bias_of(scale) == 0;
-#pragma GCC unroll 2
-      for (int c = 0; c < N; c++)
-        most = _mm512_max_epu8(most, above_normal(_mm512_loadu_si512(row + c * 64)));
-    }
-    return (other | (uint32_t)beyond(most)) == 0;
-  }
-  // Numbers [64 * i, 64 * i + 64) of row j times 1 / factor[j].
-  inline __attribute__((always_inline))
-  void get(int64_t j, int i, __m512i& low, __m512i& high) const {
-    if (__builtin_expect(late[j], 0)) {
-      low = _mm512_loadu_si512(made + (j * N + i) * 64);
-      high = _mm512_loadu_si512(made + (j * N + i) * 64 + 32);
-    } else {
-      const __m512i all = _mm512_loadu_si512(codes + j * step + i * 64);
-      low = small_numbers<false>(all);
-      high = small_numbers<true>(all);
-    }
+    for (int64_t j = 0; j < n; j++) memcpy(factor + j, first + j * apart + scales, 4);
   }
 };
 
-// s[r][j] = q[r] . row j for R queries; asks for `bytes` per row of what comes next.
+// N numbers, again and again.
+template <int N> GC_INLINE vf repeated(const float* x) {
+  if constexpr (N == 16) return load<vf>(x);
+  else if constexpr (N == 8) return (vf)_mm512_broadcast_f32x8(_mm256_loadu_ps(x));
+  else return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(x));
+}
+
+// s[r][j] = q[r] . row j for R queries, one after the other as load_code_query leaves them.
 template <int R, int N, class Next>
-static void dot_codes(const bf16* q, int64_t ldq, const CodeRows<N>& rows, float* s, int64_t lds,
-                      int64_t bytes, Next& next) {
+__attribute__((noinline))
+static void dot_codes(const bf16* q, const CodeRows<N>& rows, float* s, int64_t lds, const Next& next) {
   constexpr int KB = VL / R;
-  const auto dot = [](vf sum, const bf16* x, __m512i y) __attribute__((always_inline)) {
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(x), (__m512bh)y);
-  };
+  const CodeLookup made;
   for (int64_t j = 0; j < rows.count; j += KB) {
     vf sum[VL];
 #pragma GCC unroll 16
     for (int i = 0; i < VL; i++) sum[i] = vf{};
-#pragma GCC unroll 16
-    for (int k = 0; k < KB; k++) {
-      const int64_t row = j + k < rows.count ? j + k : rows.count - 1;
-      if (k % 4 == 0) next.ask(4 * bytes);
+#pragma GCC unroll 8
+    for (int k = 0; k < KB; k += 2) {  // two rows for each query that is loaded
+      const uint8_t* row[2];
+#pragma GCC unroll 2
+      for (int y = 0; y < 2; y++) {
+        row[y] = rows.codes + (j + k + y < rows.count ? j + k + y : rows.count - 1) * rows.step;
+#pragma GCC unroll 2
+        for (int i = 0; i < N; i++) next.ask(j + k + y, i);
+      }
+      asm("" : "+r"(q));  // else the compiler keeps queries in registers, and sums elsewhere
 #pragma GCC unroll 2
       for (int i = 0; i < N; i++) {
-        __m512i low, high;
-        rows.get(row, i, low, high);
+        __m512i x[2][2];
+#pragma GCC unroll 2
+        for (int y = 0; y < 2; y++) made(_mm512_loadu_si512(row[y] + i * 64), x[y]);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++)
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          sum[r * KB + k] = dot(sum[r * KB + k], q + r * ldq + i * 64, low);
-          sum[r * KB + k] = dot(sum[r * KB + k], q + r * ldq + i * 64 + 32, high);
-        }
+          for (int r = 0; r < R; r++) {
+            const __m512bh query = (__m512bh)_mm512_loadu_si512(q + (r * N + i) * 64 + h * 32);
+#pragma GCC unroll 2
+            for (int y = 0; y < 2; y++) {
+              vf& to = sum[r * KB + k + y];
+              to = (vf)_mm512_dpbf16_ps((__m512)to, (__m512bh)x[y][h], query);
+            }
+          }
       }
     }
-    const vf dots = sum_each(sum);
-    float factor[VL];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) memcpy(factor + r * KB, rows.factor + j, KB * 4);
-    const vf scores = dots * load<vf>(factor);
+    const vf scores = sum_each(sum) * repeated<KB>(rows.factor + j);
     if (__builtin_expect(j + KB <= rows.count, 1)) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) memcpy(s + r * lds + j, (const float*)&scores + r * KB, KB * 4);
@@ -133,38 +117,34 @@ static void dot_codes(const bf16* q, int64_t ldq, const CodeRows<N>& rows, float
 }
 
 // out[r] = out[r] * change[r] + weights x the numbers [64 * FIRST, 64 * (FIRST + M)) of all rows; w:
-// [R][PARTS][CODE_ROWS], those of rows times their factors.
+// [R][PARTS][CODE_ROWS], those of rows times their scales.
 template <int R, int N, int FIRST, int M, int PARTS, class Next>
-GC_INLINE void mix_code_columns(const bf16* w, const CodeRows<N>& rows, const float* change, float* out,
-                                int64_t ldo, int64_t bytes, Next& next) {
+__attribute__((noinline))
+static void mix_code_columns(const bf16* w, const CodeRows<N>& rows, const float* change, float* out,
+                             int64_t ldo, const Next& next) {
+  const CodeLookup made;
   __m512 sum[R][4 * M] = {};
   for (int64_t j = 0; j < rows.count; j += 2) {
-    const int64_t other = j + 1 < rows.count ? j + 1 : j;  // whose weight is 0
-    next.ask(2 * bytes);
-    __m512bh both[R][PARTS];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int h = 0; h < PARTS; h++)
-        both[r][h] = (__m512bh)_mm512_set1_epi32(load<int32_t>(w + (r * PARTS + h) * CODE_ROWS + j));
+    const uint8_t* const row = rows.codes + j * rows.step + 64 * FIRST;
+    const uint8_t* const other = j + 1 < rows.count ? row + rows.step : row;  // whose weight is 0
 #pragma GCC unroll 2
     for (int i = 0; i < M; i++) {
-      __m512i x[2], y[2];
-      rows.get(j, FIRST + i, x[0], x[1]);
-      rows.get(other, FIRST + i, y[0], y[1]);
-#pragma GCC unroll 2
-      for (int c = 0; c < 2; c++) {
-        const __m512bh a = (__m512bh)_mm512_unpacklo_epi16(x[c], y[c]);
-        const __m512bh b = (__m512bh)_mm512_unpackhi_epi16(x[c], y[c]);
-        const int at = 4 * i + 2 * c;
+      next.ask(j, FIRST + i);
+      next.ask(j + 1, FIRST + i);
+      const __m512i x = _mm512_loadu_si512(row + 64 * i), y = _mm512_loadu_si512(other + 64 * i);
+      __m512i pair[4];  // of both rows, side by side
+      made(_mm512_unpacklo_epi8(x, y), pair);
+      made(_mm512_unpackhi_epi8(x, y), pair + 2);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
+      for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-          for (int h = 0; h < PARTS; h++) {
-            sum[r][at] = _mm512_dpbf16_ps(sum[r][at], both[r][h], a);
-            sum[r][at + 1] = _mm512_dpbf16_ps(sum[r][at + 1], both[r][h], b);
-          }
-      }
+        for (int h = 0; h < PARTS; h++) {
+          const __m512bh both =
+              (__m512bh)_mm512_set1_epi32(load<int32_t>(w + (r * PARTS + h) * CODE_ROWS + j));
+#pragma GCC unroll 4
+          for (int c = 0; c < 4; c++)
+            sum[r][4 * i + c] = _mm512_dpbf16_ps(sum[r][4 * i + c], both, (__m512bh)pair[c]);
+        }
     }
   }
 #pragma GCC unroll 4
@@ -176,40 +156,38 @@ GC_INLINE void mix_code_columns(const bf16* w, const CodeRows<N>& rows, const fl
     }
 }
 
-// The same for all numbers and weights as they are, rows of them ldp apart; out in lane order.
+// The same for all numbers and weights as they are, rows of them ldp apart. A weight is PARTS numbers,
+// as in put_weights; `out` is in the order of from_code_lanes.
 template <int R, int PARTS, int N, class Next>
-static void mix_codes(const bf16* p, int64_t ldp, const CodeRows<N>& rows, const float* change,
-                      float* out, int64_t ldo, int64_t bytes, Next& next) {
+__attribute__((noinline))
+static void mix_codes(const float* p, int64_t ldp, const CodeRows<N>& rows, const float* change,
+                      float* out, int64_t ldo, const Next& next) {
   alignas(64) bf16 w[R * PARTS * CODE_ROWS];
   for (int64_t j = 0; j < rows.count; j += VL) {
     const __mmask16 some = rows.count - j < VL ? (__mmask16)((1u << (rows.count - j)) - 1) : 0xffff;
+    const __m512 factor = (__m512)load<vf>(rows.factor + j);
 #pragma GCC unroll 4
-    for (int i = 0; i < R * PARTS; i++) {
-      const __m256i x = _mm256_maskz_loadu_epi16(some, p + i * ldp + j);
-      const __m512 wide = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
-      const __m512 all = _mm512_maskz_mul_ps(some, wide, (__m512)load<vf>(rows.factor + j));
-      _mm256_store_si256((__m256i*)(w + i * CODE_ROWS + j), (__m256i)_mm512_cvtneps_pbh(all));
+    for (int r = 0; r < R; r++) {
+      const vf all = (vf)_mm512_maskz_mul_ps(some, _mm512_maskz_loadu_ps(some, p + r * ldp + j), factor);
+      put_weights((const float*)&all, VL, PARTS, w + r * PARTS * CODE_ROWS + j, CODE_ROWS);
     }
   }
-  if constexpr (R * N * 4 <= 16) {
-    mix_code_columns<R, N, 0, N, PARTS>(w, rows, change, out, ldo, bytes, next);
+  if constexpr (R * N <= 4) {
+    mix_code_columns<R, N, 0, N, PARTS>(w, rows, change, out, ldo, next);
   } else {
-    mix_code_columns<R, N, 0, 1, PARTS>(w, rows, change, out, ldo, bytes / 2, next);
-    mix_code_columns<R, N, 1, 1, PARTS>(w, rows, change, out, ldo, bytes / 2, next);
+    mix_code_columns<R, N, 0, 1, PARTS>(w, rows, change, out, ldo, next);
+    mix_code_columns<R, N, 1, 1, PARTS>(w, rows, change, out, ldo, next);
   }
 }
+#else
+constexpr bool AS_CODES = false;
 #endif
 
-// Whether the columns [first, first + width) of records are codes of one scale, a power of two as a
-// rule, that are multiplied as they lie.
+// Whether the columns [first, first + width) of records are codes of one scale.
 static inline bool in_codes(const gc_record_format* form, int64_t first, int64_t width) {
-#if GC_RECORDS_AS_BF16
   const gc_segment& s = form->segment[0];
-  return form->group == 1 && s.kind == FP8_POW2 && (width == 64 || width == 128) &&
+  return form->group == 1 && (s.kind == FP8_POW2 || s.kind == FP8) && (width == 64 || width == 128) &&
       first % width == 0 && first + width <= s.width;
-#else
-  return false;
-#endif
 }
 
 }  // namespace gc

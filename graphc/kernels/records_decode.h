@@ -12,6 +12,9 @@ namespace gc {
 
 #if defined(__AVX512BF16__)
 #define GC_RECORDS_AS_BF16 1
+#if defined(__AVX512VBMI__)
+#define GC_CODES_AS_BF16 1  // codes, by permutations of bytes
+#endif
 
 // The 128 magnitudes of E4M3.
 struct alignas(64) E4m3Magnitudes {
@@ -41,6 +44,52 @@ struct E4m3Table {
     const __m512i high = _mm512_permutex2var_epi16(part[2], c, part[3]);
     const __m512i v = _mm512_mask_mov_epi16(low, above, high);
     return _mm512_ternarylogic_epi32(v, c, _mm512_set1_epi16((short)0x8000), 0xf8);
+  }
+};
+
+// The bytes of the 128 magnitudes as bf16.
+struct alignas(64) E4m3Bytes {
+  uint8_t high[128] = {}, low[128] = {};
+  constexpr E4m3Bytes() {
+    for (int c = 0; c < 128; c++) {
+      int bits = (c << 4) + (120 << 7);  // of normal numbers
+      if (c == 0x7f) bits = 0x7fc0;
+      if (c == 0) bits = 0;
+      if (c > 0 && c < 8) {
+        const int top = c >= 4 ? 2 : c >= 2 ? 1 : 0;
+        bits = (118 + top) << 7 | ((c << (7 - top)) & 0x7f);
+      }
+      high[c] = (uint8_t)(bits >> 8);
+      low[c] = (uint8_t)(bits & 0xff);
+    }
+  }
+};
+inline constexpr E4m3Bytes E4M3_BYTES;
+
+// Any codes as bf16, but for their scale: two permutations of bytes, which cost nothing beside some
+// products. In registers.
+struct CodeLookup {
+  __m512i high[2], low[2], sign;
+  inline __attribute__((always_inline)) CodeLookup() {
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      high[i] = _mm512_load_si512(E4M3_BYTES.high + 64 * i);
+      low[i] = _mm512_load_si512(E4M3_BYTES.low + 64 * i);
+    }
+    sign = _mm512_set1_epi8((char)0x80);
+    asm("" : "+v"(high[0]), "+v"(high[1]), "+v"(low[0]), "+v"(low[1]), "+v"(sign));
+  }
+  inline __attribute__((always_inline)) __m512i high_bytes(__m512i codes) const {
+    return _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high[0], codes, high[1]), codes, sign, 0xf8);
+  }
+  inline __attribute__((always_inline)) __m512i low_bytes(__m512i codes) const {
+    return _mm512_permutex2var_epi8(low[0], codes, low[1]);
+  }
+  // Of each sixteen codes the first eight, and the others.
+  inline __attribute__((always_inline)) void operator()(__m512i codes, __m512i* to) const {
+    const __m512i h = high_bytes(codes), l = low_bytes(codes);
+    to[0] = _mm512_unpacklo_epi8(l, h);
+    to[1] = _mm512_unpackhi_epi8(l, h);
   }
 };
 

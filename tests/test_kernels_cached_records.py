@@ -57,8 +57,16 @@ def test_lengths_and_head_sizes(isa: str, dtype: torch.dtype, kind: str) -> None
         check(isa, Case([0, 16, 39], queries), dtype, kind)
         check(isa, Case([700], queries, rows=64, size=128, width=128), dtype, kind)
     check(isa, Case([5000, 1, 257], 1, rows=128), dtype, kind)  # several pieces, and one
-    for size, width in [(64, 64), (96, 64), (130, 130), (17, 33)]:
-        for queries in (1, 50):
+    for size, width in [
+        (64, 64),
+        (96, 64),
+        (130, 130),
+        (17, 33),
+        (192, 192),
+        (64, 256),
+        (448, 320),
+    ]:
+        for queries in (1, 2, 50):
             check(isa, Case([0, 300], queries, size=size, width=width), dtype, kind)
 
 
@@ -156,13 +164,13 @@ def test_zeros_and_scales_far_from_one(isa: str, size: int) -> None:
 def test_every_code(isa: str, dtype: torch.dtype, kind: str) -> None:
     """The values of a sequence's only row are the result, bit by bit: each code's number times the
     scale, and no other column is hurt by a NaN."""
-    for size in (64, 128):
+    for size in (64, 128, 256):
         form = record_format(f"{kind}:{size}")
-        heads = 256 // size
+        heads, tiles = 256 // size, (size + 127) // 128
         codes = torch.arange(256, dtype=torch.uint8).view(heads, size)
-        scales = (2.0 ** torch.arange(-3, heads - 3)).view(heads, 1).view(torch.uint8)
+        scales = (2.0 ** torch.arange(-3, heads * tiles - 3)).view(torch.uint8)
         pages = form.encode(torch.zeros(1, 2 * heads, 16, size))
-        pages[0, heads:, 0] = torch.cat([codes, scales.view(heads, 4)], -1)
+        pages[0, heads:, 0] = torch.cat([codes, scales.view(heads, 4 * tiles)], -1)
         numbers = form.decode(pages, torch.float64)[0, heads:, 0]
         assert int(numbers.isnan().sum()) == 2
         start, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)

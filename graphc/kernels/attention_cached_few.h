@@ -48,17 +48,26 @@ template <class T, class S> struct Unit {
     for (int64_t i = 0; i < heads * rows; i++) {
       const int64_t g = i % rows / s->tq, t = i % rows % s->tq, h = (head + i / rows) * s->group + g;
       const T* x = (const T*)args->ptr[0] + b * s->q_b + h * s->q_h + t * s->q_t;
-      if constexpr (std::is_same<T, R>::value) {
+      if (few_codes(column(false, i / rows), s->d)) {
+        load_code_queries(x, i);
+      } else if constexpr (std::is_same<T, R>::value) {
         load_query(x, s->q_d, s->d, q + i * ldq, ldq);
       } else {  // floats, whose lanes are in order
         for (int64_t j = 0; j < ldq; j++) q[i * ldq + j] = j < s->d ? to_float(x[j * s->q_d]) : 0.0f;
       }
-      if constexpr (CODES)
-        if (few_codes(column(false, i / rows), s->d)) load_code_query(x, s->q_d, s->d, q + i * ldq);
       for (int64_t j = 0; j < ldo; j++) out[i * ldo + j] = 0.0f;
       maximum[i] = NEGATIVE_INFINITY;
       total[i] = 0.0f;
     }
+  }
+
+  // Query i for the tiles that its head's keys have: of each, those of all queries lie together.
+  void load_code_queries(const T* x, int64_t i) {
+    if constexpr (CODES)
+      each_tile(column(false, i / rows), s->d, [&](int64_t c, auto vectors) {
+        constexpr int N = vectors.count * 64;
+        load_code_query(x + c * s->q_d, s->q_d, N, q + i / rows * rows * ldq + rows * c + i % rows * N);
+      });
   }
 
   // The column of a record at which the keys, or values, of head h of the unit begin.
@@ -108,7 +117,8 @@ template <class T, class S> struct Unit {
   }
   // How many rows are read at a time.
   int64_t turn_of(int64_t width) const {
-    if (RECORDS || !TWICE || !tiled() || rows > MANY) return TURN;
+    if (RECORDS) return width > FP8_TILE ? TURN / 2 : TURN;
+    if (!TWICE || !tiled() || rows > MANY) return TURN;
     return turn_rows(width * (int64_t)sizeof(S));
   }
   // What asks for those some turns later meanwhile. The reader of records does so itself.
@@ -144,8 +154,10 @@ template <class T, class S> struct Unit {
               return row_after(block, values, h, i, row, turns * turn) + first;
             };
             const LaterRows next = {after(4), after(rows > 2 ? 1 : 2), step};
-            if (width == 64) codes<1>(own, apart, n, place, first, next, also);
-            else codes<2>(own, apart, n, place, first, next, also);
+            each_tile(first, width, [&](int64_t c, auto vectors) {
+              const LaterRows asks = {next.first + c, next.again + c, step};
+              codes<vectors.count>(own, apart, n, place, first + c, c, asks, also);
+            });
             continue;
           }
         }
@@ -159,19 +171,28 @@ template <class T, class S> struct Unit {
     }
   }
 
-  // Whether rows of codes are multiplied as they lie.
+  // Whether rows of codes are multiplied as they lie: where making numbers of them again and again, and
+  // adding up what each tile of them yields, is less than keeping them.
   bool few_codes(int64_t first, int64_t width) const {
-    return CODES && rows <= MANY && in_codes(&s->form, first, width);
+    return CODES && rows <= (width > FP8_TILE ? MANY / 2 : MANY) && in_codes(&s->form, first, width);
   }
-  // also(codes, how many queries, the first of them, place in the block, what asks for rows to come)
+  // f(column, how many times 64 from there on have one scale) for those of rows of codes.
+  template <class F> static void each_tile(int64_t first, int64_t width, F f) {
+    for (int64_t c = 0; c < width;) {
+      if ((first + c) % FP8_TILE == 0 && width - c >= FP8_TILE) f(c, Count<2>()), c += 128;
+      else f(c, Count<1>()), c += 64;
+    }
+  }
+  // also(codes, their column in rows of the head, how many queries, the first of them, place in the
+  // block, what asks for rows to come)
   template <int N, class G>
-  void codes(const S* own, int64_t step, int64_t n, int64_t place, int64_t first, const LaterRows& next,
-             G& also) {
+  void codes(const S* own, int64_t step, int64_t n, int64_t place, int64_t first, int64_t column,
+             const LaterRows& next, G& also) {
     CodeRows<N> all;
     all.begin(own + first, step, n, s->form.segment[0].width + first / FP8_TILE * 4 - first);
     int64_t r = 0;
     const auto group = [&](auto count, const auto& asks) {
-      also(all, count, r, place, asks);
+      also(all, column, count, r, place, asks);
       r += count.count;
     };
     if (rows >= 4) group(Count<4>(), next);
@@ -208,8 +229,8 @@ template <class T, class S> struct Unit {
         dot_keys<R, 2>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
       for (; r < rows; r++)
         dot_keys<R, 1>(own + r * ldq, ldq, k, step, s->d, n, to + r * lds, lds, next_block());
-    }, [&](const auto& codes, auto count, int64_t r, int64_t place, const auto& next) {
-      dot_codes<count.count>(own + r * ldq, codes, scores + (h * rows + r) * lds + place, lds, next);
+    }, [&](const auto& codes, int64_t c, auto count, int64_t r, int64_t place, const auto& next) {
+      dot_codes<count.count>(own + rows * c, r, codes, scores + h * rows * lds + place, lds, c > 0, next);
     });
   }
 
@@ -232,12 +253,12 @@ template <class T, class S> struct Unit {
       }
       while (s->dv <= 4 * PAIR && r + 2 <= rows) some(Count<2>(), next_block());
       while (r < rows) some(Count<1>(), next_block());
-    }, [&](const auto& codes, auto count, int64_t r, int64_t place, const auto& next) {
+    }, [&](const auto& codes, int64_t c, auto count, int64_t r, int64_t place, const auto& next) {
       const float* const weight = scores + (h * rows + r) * lds + place;
       const float* const change = place ? one : factor + h * rows + r;
       constexpr int ROWS = count.count;
-      if (ROWS == 1 && parts == 2) mix_codes<1, 2>(weight, lds, codes, change, own + r * ldo, ldo, next);
-      else mix_codes<ROWS, 1>(weight, lds, codes, change, own + r * ldo, ldo, next);
+      if (ROWS == 1 && parts == 2) mix_codes<1, 2>(weight, lds, codes, change, own + r * ldo + c, ldo, next);
+      else mix_codes<ROWS, 1>(weight, lds, codes, change, own + r * ldo + c, ldo, next);
     });
   }
 

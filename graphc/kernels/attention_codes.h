@@ -1,8 +1,8 @@
-// Products of queries and weights with rows of FP8 codes as they lie, of one tile each: nothing is
-// written and read again between a code and its product. The scale of a row is applied to its score or
-// its weight.
+// Products of queries and weights with tiles of rows of FP8 codes as they lie: nothing is written and
+// read again between a code and its product. The scale of a row is applied to its score or its weight.
 #pragma once
 #include "attention_mix.h"
+#include "attention_record.h"
 #include "records_decode.h"
 
 namespace gc {
@@ -37,7 +37,8 @@ struct NoRows {
 
 template <int N> struct CodeRows;
 template <int R, int N, class Next>
-static void dot_codes(const bf16* q, const CodeRows<N>& rows, float* s, int64_t lds, const Next& next);
+static void dot_codes(const bf16* q, int64_t r0, const CodeRows<N>& rows, float* s, int64_t lds, bool more,
+                      const Next& next);
 template <int R, int PARTS, int N, class Next>
 static void mix_codes(const float* p, int64_t ldp, const CodeRows<N>& rows, const float* change,
                       float* out, int64_t ldo, const Next& next);
@@ -67,11 +68,15 @@ template <int N> GC_INLINE vf repeated(const float* x) {
   else return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(x));
 }
 
-// s[r][j] = q[r] . row j for R queries, one after the other as load_code_query leaves them.
+// s[r][j] = q[r] . row j, or MORE by that, for R queries from r0 on, one after the other as
+// load_code_query leaves them.
 template <int R, int N, class Next>
 __attribute__((noinline))
-static void dot_codes(const bf16* q, const CodeRows<N>& rows, float* s, int64_t lds, const Next& next) {
+static void dot_codes(const bf16* q, int64_t r0, const CodeRows<N>& rows, float* s, int64_t lds, bool more,
+                      const Next& next) {
   constexpr int KB = VL / R;
+  q += r0 * N * 64;
+  s += r0 * lds;
   const CodeLookup made;
   for (int64_t j = 0; j < rows.count; j += KB) {
     vf sum[VL];
@@ -105,7 +110,13 @@ static void dot_codes(const bf16* q, const CodeRows<N>& rows, float* s, int64_t 
           }
       }
     }
-    const vf scores = sum_each(sum) * repeated<KB>(rows.factor + j);
+    vf scores = sum_each(sum) * repeated<KB>(rows.factor + j);
+    if (more) {
+      vf before = {};  // beyond the rows, too: a row of scores ends with a whole vector
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) memcpy((float*)&before + r * KB, s + r * lds + j, KB * 4);
+      scores += before;
+    }
     if (__builtin_expect(j + KB <= rows.count, 1)) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) memcpy(s + r * lds + j, (const float*)&scores + r * KB, KB * 4);
@@ -183,11 +194,11 @@ static void mix_codes(const float* p, int64_t ldp, const CodeRows<N>& rows, cons
 constexpr bool AS_CODES = false;
 #endif
 
-// Whether the columns [first, first + width) of records are codes of one scale.
+// Whether the columns [first, first + width) of records are codes.
 static inline bool in_codes(const gc_record_format* form, int64_t first, int64_t width) {
   const gc_segment& s = form->segment[0];
-  return form->group == 1 && (s.kind == FP8_POW2 || s.kind == FP8) && (width == 64 || width == 128) &&
-      first % width == 0 && first + width <= s.width;
+  return form->group == 1 && (s.kind == FP8_POW2 || s.kind == FP8) && width % 64 == 0 &&
+      first % 64 == 0 && first + width <= s.width;
 }
 
 }  // namespace gc

@@ -327,9 +327,11 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
     if (__builtin_expect(strange, 0)) {
       for (int i = v; i < v + N; i++) {
         look_up(codes, j, i);
-        for (int half = 0; half < 64; half += 32)
+        for (int half = 0; half < 64; half += 32) {
+          coming.line();
           multiply(sum, x, {_mm512_loadu_si512(block.numbers(j, i) + half),
                             _mm512_loadu_si512(block.numbers(j + 1, i) + half)});
+        }
       }
       return;
     }
@@ -348,7 +350,9 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
           _mm512_storeu_si512(to + 64 * k, even[k]);
           _mm512_storeu_si512(to + 64 * k + 32, odd[k]);
         }
+        coming.line();
         multiply(sum, x, even);
+        coming.line();
         multiply(sum, x, odd);
       }
       return;

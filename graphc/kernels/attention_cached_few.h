@@ -156,7 +156,11 @@ template <class T, class S> struct Unit {
             const LaterRows next = {after(4), after(rows > 2 ? 1 : 2), step};
             each_tile(first, width, [&](int64_t c, auto vectors) {
               const LaterRows asks = {next.first + c, next.again + c, step};
-              codes<vectors.count>(own, apart, n, place, first + c, c, asks, also);
+              const auto all = [&](const auto& ask) {
+                codes<vectors.count>(own, apart, n, place, first + c, c, ask, also);
+              };
+              if (s->k_h == 0) all(InOrder{&coming});
+              else all(asks);
             });
             continue;
           }
@@ -185,9 +189,9 @@ template <class T, class S> struct Unit {
   }
   // also(codes, their column in rows of the head, how many queries, the first of them, place in the
   // block, what asks for rows to come)
-  template <int N, class G>
+  template <int N, class Next, class G>
   void codes(const S* own, int64_t step, int64_t n, int64_t place, int64_t first, int64_t column,
-             const LaterRows& next, G& also) {
+             const Next& next, G& also) {
     CodeRows<N> all;
     all.begin(own + first, step, n, s->form.segment[0].width + first / FP8_TILE * 4 - first);
     int64_t r = 0;

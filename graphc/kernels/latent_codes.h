@@ -462,7 +462,7 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
   __attribute__((noinline))
   bool score_tile(Codes codes, int64_t j, bool more, bool strange, Coming coming) {
     const CodeNumbers made;
-    vf acc[SCORE_ROWS] = {};
+    vf acc[2][SCORE_ROWS] = {};  // as many chains as hide what numbers take from products
     const uint32_t* x = q;
     const int last = layout.vectors - 1;
     for (int v = 0; v <= last; v++, turn ^= 1) {
@@ -483,7 +483,7 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
           const __m512i query = _mm512_loadu_si512(x);
 #pragma GCC unroll 8
           for (int k = 0; k < SCORE_ROWS; k++)
-            acc[k] = times_item(acc[k], (const uint32_t*)(from + k * 64) + i, query);
+            acc[i % 2][k] = times_item(acc[i % 2][k], (const uint32_t*)(from + k * 64) + i, query);
         }
         make(row[r] + at, bias + r / 2 * (2 * CodeLayout::SCALES) + r % 2, to + r * 64, made, r, above);
       }
@@ -492,16 +492,16 @@ template <int P> struct LatentCodes : LatentAttention<bf16, Pairs, P, uint8_t, C
       for (int64_t i = 0; i < rest; i++) coming.line();
     }
     for (int v = 0; v < layout.plain; v++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int i = 0; i < 16; i++, x += VL) {
         const __m512i query = _mm512_loadu_si512(x);
 #pragma GCC unroll 8
         for (int k = 0; k < SCORE_ROWS; k++)
-          acc[k] = times_item(acc[k], (const uint32_t*)(codes[j + k] + layout.at[v]) + i, query);
+          acc[i % 2][k] = times_item(acc[i % 2][k], (const uint32_t*)(codes[j + k] + layout.at[v]) + i, query);
       }
     }
 #pragma GCC unroll 8
-    for (int k = 0; k < SCORE_ROWS; k++) store(scores + (j + k) * LANES, acc[k]);
+    for (int k = 0; k < SCORE_ROWS; k++) store(scores + (j + k) * LANES, acc[0][k] + acc[1][k]);
     return strange;
   }
 

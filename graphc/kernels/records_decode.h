@@ -126,6 +126,17 @@ class RecordReader {
 #if GC_RECORDS_AS_BF16
   E4m3Magnitudes all_;
 
+  // n numbers of one scale, whatever the codes and the scale.
+  __attribute__((noinline)) void look_up(const uint8_t* codes, int64_t n, float scale, bf16* to) {
+    const E4m3Table table(all_, scale);
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+      _mm512_storeu_si512(to + i, table(_mm256_loadu_si256((const __m256i*)(codes + i))));
+    if (i == n) return;
+    const __mmask32 some = (1u << (n - i)) - 1;
+    _mm512_mask_storeu_epi16(to + i, some, table(_mm256_maskz_loadu_epi8(some, codes + i)));
+  }
+
   // n numbers of one scale.
   inline __attribute__((always_inline))
   void tile(const uint8_t* codes, int64_t n, float scale, bf16* to) {
@@ -199,19 +210,6 @@ class RecordReader {
 
  public:
   explicit RecordReader(const gc_record_format* form) : form_(form) {}
-
-#if GC_RECORDS_AS_BF16
-  // n numbers of one scale, whatever the codes and the scale.
-  __attribute__((noinline)) void look_up(const uint8_t* codes, int64_t n, float scale, bf16* to) {
-    const E4m3Table table(all_, scale);
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32)
-      _mm512_storeu_si512(to + i, table(_mm256_loadu_si256((const __m256i*)(codes + i))));
-    if (i == n) return;
-    const __mmask32 some = (1u << (n - i)) - 1;
-    _mm512_mask_storeu_epi16(to + i, some, table(_mm256_maskz_loadu_epi8(some, codes + i)));
-  }
-#endif
 
   // Columns [first, first + n) of some records, as rows of `to` that are `step` apart.
   template <class T>

@@ -115,7 +115,7 @@ template <class T, class S> struct Unit {
     if (!x) return none;
     return values ? x + h * s->v_h + row * s->v_row : x + h * s->k_h + row * s->k_row;
   }
-  // How many rows are read at a time.
+  // How many rows are read at a time: of records as many as leave room for the next in the first level.
   int64_t turn_of(int64_t width) const {
     if (RECORDS) return width > FP8_TILE ? TURN / 2 : TURN;
     if (!TWICE || !tiled() || rows > MANY) return TURN;
@@ -150,18 +150,18 @@ template <class T, class S> struct Unit {
         if constexpr (CODES) {
           if (few_codes(first, width)) {
             const int64_t apart = x ? step : 0;
-            const auto after = [&](int64_t turns) {
-              return row_after(block, values, h, i, row, turns * turn) + first;
+            const auto tiles = [&](auto asks) {
+              each_tile(first, width, [&](int64_t c, auto vectors) {
+                codes<vectors.count>(own, apart, n, place, first + c, c, asks(c), also);
+              });
             };
-            const LaterRows next = {after(4), after(rows > 2 ? 1 : 2), step};
-            each_tile(first, width, [&](int64_t c, auto vectors) {
-              const LaterRows asks = {next.first + c, next.again + c, step};
-              const auto all = [&](const auto& ask) {
-                codes<vectors.count>(own, apart, n, place, first + c, c, ask, also);
-              };
-              if (s->k_h == 0) all(InOrder{&coming});
-              else all(asks);
-            });
+            if (s->k_h == 0) {  // whole rows
+              tiles([&](int64_t) { return InOrder{&coming}; });
+            } else {
+              const S* const later = row_after(block, values, h, i, row, 4 * turn) + first;
+              const S* const soon = row_after(block, values, h, i, row, (rows > 2 ? 1 : 2) * turn) + first;
+              tiles([&](int64_t c) { return LaterRows{later + c, soon + c, step}; });
+            }
             continue;
           }
         }

@@ -37,7 +37,7 @@ struct NoRows {
 
 template <int N> struct CodeRows;
 template <int R, int N, class Next>
-static void dot_codes(const bf16* q, int64_t r0, const CodeRows<N>& rows, float* s, int64_t lds, bool more,
+static void dot_codes(const bf16* q, int64_t r0, const CodeRows<N>& rows, float* s, int64_t lds, bool add,
                       const Next& next);
 template <int R, int PARTS, int N, class Next>
 static void mix_codes(const float* p, int64_t ldp, const CodeRows<N>& rows, const float* change,
@@ -68,11 +68,11 @@ template <int N> GC_INLINE vf repeated(const float* x) {
   else return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(x));
 }
 
-// s[r][j] = q[r] . row j, or MORE by that, for R queries from r0 on, one after the other as
+// s[r][j] = q[r] . row j, or that is added, for R queries from r0 on, one after the other as
 // load_code_query leaves them.
 template <int R, int N, class Next>
 __attribute__((noinline))
-static void dot_codes(const bf16* q, int64_t r0, const CodeRows<N>& rows, float* s, int64_t lds, bool more,
+static void dot_codes(const bf16* q, int64_t r0, const CodeRows<N>& rows, float* s, int64_t lds, bool add,
                       const Next& next) {
   constexpr int KB = VL / R;
   q += r0 * N * 64;
@@ -111,7 +111,7 @@ static void dot_codes(const bf16* q, int64_t r0, const CodeRows<N>& rows, float*
       }
     }
     vf scores = sum_each(sum) * repeated<KB>(rows.factor + j);
-    if (more) {
+    if (add) {
       vf before = {};  // beyond the rows, too: a row of scores ends with a whole vector
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) memcpy((float*)&before + r * KB, s + r * lds + j, KB * 4);

@@ -173,8 +173,8 @@ struct CodeBlock {
   inline __attribute__((always_inline))
   void look_up(const uint8_t* const* rows, int64_t j, int v, bf16* to) {
     const CodeNumbers made;
-    bf16* const late_at = this->made + (int64_t)places * 128;
     add_late(j, v, true);
+    bf16* const late_at = numbers(j, v);
 #pragma GCC unroll 2
     for (int64_t i = 0; i < 2; i++) {
       const uint8_t* const row = rows[j + i];
